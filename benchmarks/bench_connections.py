@@ -36,7 +36,7 @@ from genie.cluster.client import open_client
 from genie.errors import GenieError
 from genie.model.messages import GetStatus
 from genie.model.tenant import TokenKind
-from genie.processes.file_limit import raise_file_limit
+from genie.processes.file_limit import raise_open_file_limit
 from genie.processes.tasks import loop_factory
 from genie.runtime import tls
 from genie.runtime.credentials import Access, LocalCluster, connect_authenticated, find_access
@@ -72,7 +72,7 @@ async def find_controller_access(folder: Path, token: str = "") -> Access:
 
 async def rss_while_connections_are_open(folder: Path, count: int, pid: int) -> int:
     """Returns the memory of the controller while all connections were open."""
-    raise_file_limit(FILES_MAX)
+    raise_open_file_limit(FILES_MAX)
     settings = config.load({"paths.state_dir": str(folder)})
     async with open_client(settings, program="bench") as owner:
         tokens = [
@@ -136,7 +136,7 @@ def wait_for_memory_return(pid: int, baseline_bytes: int, *, timeout_s: float) -
 
 async def flood_with_handshakes(folder: Path) -> None:
     """Attempts RATE handshakes per second until standard input is closed, then prints their number."""
-    raise_file_limit(FILES_MAX)
+    raise_open_file_limit(FILES_MAX)
     local = LocalCluster.read(folder)
     assert local is not None
     context = tls.unverified_context()

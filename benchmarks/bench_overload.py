@@ -57,7 +57,7 @@ from genie.native import libraries
 from genie.processes.tasks import loop_factory
 from genie.runtime.credentials import connect_authenticated, find_access
 from genie.runtime.network import TcpNetwork
-from genie.runtime.rpc import IN_FLIGHT_MAX, Peer
+from genie.runtime.rpc import REQUESTS_IN_FLIGHT_MAX, Peer
 
 GPUS = 16
 """Of each node: the controller must be the limit, not the GPUs. A job occupies one for about 0.3 s."""
@@ -65,7 +65,7 @@ TENANTS = 8
 WORKERS = 16
 """Requests in flight of each client while the capacity is measured."""
 OVERLOAD = 2.0
-UNANSWERED_MAX = 2 * IN_FLIGHT_MAX
+UNANSWERED_MAX = 2 * REQUESTS_IN_FLIGHT_MAX
 """Requests of each client without a reply during the overload."""
 LIST_EVERY = 10
 LIST_LIMIT = 100

@@ -40,7 +40,7 @@ from genie.model.messages import CreateToken, ExitReport
 from genie.model.node import GPUInfo, NodeStatus, Vendor
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
-from genie.processes.file_limit import raise_file_limit
+from genie.processes.file_limit import raise_open_file_limit
 from genie.processes.tasks import file_io_threads, loop_factory, reduce_garbage_collection
 from genie.runtime import wire
 from genie.runtime.credentials import connect_authenticated, find_access
@@ -225,12 +225,12 @@ class SimulatedLauncher:
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
         return {}
 
-    def take_exits(self) -> list[ExitReport]:
+    def take_exit_reports(self) -> list[ExitReport]:
         self._has_exits.clear()
         ended, self._exits = self._exits, []
         return ended
 
-    async def wait_exit(self) -> None:
+    async def wait_for_exit_report(self) -> None:
         await self._has_exits.wait()
 
     def close(self) -> None:
@@ -319,14 +319,14 @@ async def join_all(state_dir: Path, node_ids: Collection[str]) -> None:
 
 
 async def run_agents(given: argparse.Namespace) -> None:
-    raise_file_limit(FILES_MAX)
+    raise_open_file_limit(FILES_MAX)
     settings = config.load({"paths.state_dir": str(given.state_dir)})
     log.configure(settings.log)
     node_ids = [f"node-{number:04d}" for number in range(given.first, given.first + given.nodes)]
     await join_all(given.state_dir, node_ids)
     network = TimedNetwork()
     with file_io_threads("genie-bench-files") as files:
-        disk = DiskAccess(run_journal_call=files, run_bulk_call=files)
+        disk = DiskAccess(run_journal_call=files, run_job_file_call=files)
 
         async def run_node(number: int, node_id: str, group: asyncio.TaskGroup) -> None:
             phase_s = number / len(node_ids)

@@ -66,7 +66,7 @@ def require_cgroup(name: str, hierarchy: str) -> str:
 
     Skips the test if there is none.
     """
-    for parent in cgroups.own_groups():
+    for parent in cgroups.own_control_groups():
         is_v2 = (Path(parent) / "cgroup.controllers").exists()
         if (hierarchy == "v2") if is_v2 else (Path(parent).name == hierarchy):
             path = cgroups.find_usable(name, [parent])

@@ -22,7 +22,7 @@ from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher
-from genie.agent.leftovers import GROUP_PREFIX
+from genie.agent.leftovers import CONTROL_GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint
@@ -36,7 +36,7 @@ from genie.telemetry import log
 
 _log = logging.getLogger("genie.agent")
 
-FILE_THREADS = 4
+JOB_FILE_THREADS = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(args, settings))
+            runner.run(_join_and_run_agent(args, settings))
     except GenieError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return error.exit_code
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _run(args: argparse.Namespace, settings: Settings) -> None:
+async def _join_and_run_agent(args: argparse.Namespace, settings: Settings) -> None:
     state_dir = settings.paths.state_dir
     controller = parse_endpoint(args.controller) if args.controller else None
     if args.join:
@@ -74,13 +74,13 @@ async def _run(args: argparse.Namespace, settings: Settings) -> None:
         _log.info("joined the cluster at %s as node %s", address_text(host, port), node_dir.name)
     else:
         node_dir = find_node_dir(state_dir, args.node_id)
-    await _run_node(settings, node_dir, read_identity(node_dir, controller=controller))
+    await _run_agent_until_stopped(settings, node_dir, read_identity(node_dir, controller=controller))
 
 
-async def _run_node(settings: Settings, node_dir: Path, access: Access) -> None:
+async def _run_agent_until_stopped(settings: Settings, node_dir: Path, access: Access) -> None:
     with (
         file_io_threads("genie-agent-journal") as journal,
-        file_io_threads("genie-agent-files", threads=FILE_THREADS) as bulk,
+        file_io_threads("genie-agent-files", threads=JOB_FILE_THREADS) as bulk,
         hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
     ):
         agent = Agent(
@@ -92,23 +92,25 @@ async def _run_node(settings: Settings, node_dir: Path, access: Access) -> None:
             rng=random.Random(),  # noqa: S311 - jitter for reconnections, no secret
             inventory=inventory,
             launcher=ShimLauncher(
-                _find_control_group(node_dir), adopts_orphans=process_table.become_subreaper()
+                _find_control_group_for_jobs(node_dir), adopts_orphans=process_table.become_subreaper()
             ),
             base_env=config.environment_for_jobs(),
-            listen_host=_choose_listen_host(access, settings.agent.host),
-            disk=DiskAccess(run_journal_call=journal, run_bulk_call=bulk),
+            listen_host=_choose_executor_listen_host(access, settings.agent.host),
+            disk=DiskAccess(run_journal_call=journal, run_job_file_call=bulk),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
-        await _run_agent_and_compile(agent, compile_ahead=settings.agent.compile_ahead)
+        await _run_agent_and_compile_executor(agent, compile_ahead=settings.agent.compile_ahead)
 
 
-def _find_control_group(node_dir: Path) -> str | None:
+def _find_control_group_for_jobs(node_dir: Path) -> str | None:
     """The control group for the jobs of this node."""
     # The node ID alone is not unique on a machine.
     digest = hashlib.sha256(str(node_dir.resolve()).encode()).hexdigest()[:8]
-    group = cgroups.find_usable(f"{GROUP_PREFIX}{node_dir.name}-{digest}", cgroups.own_groups())
+    group = cgroups.find_usable(
+        f"{CONTROL_GROUP_PREFIX}{node_dir.name}-{digest}", cgroups.own_control_groups()
+    )
     if group is None:
         _log.warning(
             "no control group can be created: processes of jobs are found by parent and environment instead"
@@ -118,7 +120,7 @@ def _find_control_group(node_dir: Path) -> str | None:
     return group
 
 
-async def _run_agent_and_compile(agent: Agent, *, compile_ahead: bool) -> None:
+async def _run_agent_and_compile_executor(agent: Agent, *, compile_ahead: bool) -> None:
     if not compile_ahead:
         await agent.run()
         return
@@ -151,7 +153,7 @@ def _get_join_token(args: argparse.Namespace, settings: Settings) -> str:
     )
 
 
-def _choose_listen_host(access: Access, host: str | None) -> str:
+def _choose_executor_listen_host(access: Access, host: str | None) -> str:
     """The address that executors bind: agent.host if local, else the one that reaches the controller."""
     if host is not None and _is_local_address(host):
         chosen = host

@@ -21,13 +21,13 @@ import msgspec
 
 from genie.agent import job_files
 from genie.agent.disk import DiskAccess, DiskMonitor, JournalWriteQueue
-from genie.agent.heartbeats import NodeLease, actions_from_reply
+from genie.agent.heartbeats import NodeLease, actions_from_heartbeat_reply
 from genie.agent.identity import (
     ca_path,
     has_certificate_expired,
-    recover_certificate,
-    renew_certificate_if_due,
-    write_controllers,
+    renew_certificate_if_due_and_get_wait_s,
+    renew_expired_certificate,
+    write_controller_addresses,
 )
 from genie.agent.jobs import CONTACT_LOST_REASON, JobLaunchContext, NodeJobs
 from genie.agent.journal import Journal
@@ -72,17 +72,17 @@ from genie.version import __version__
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-CALL_TIMEOUT_S = 5.0
-HARDWARE_POLL_S_MIN = 1.0
-RENEWAL_CHECK_INTERVAL_S = 60.0
-RENEWAL_RETRY_S = 30.0
-CERTIFICATE_RECOVERY_RETRY_S = 1.0
-EXIT_REPORTS_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
-STOP_TIMEOUT_MARGIN_S = 5.0
-LEAVE_TIMEOUT_S = 2.0
-DISK_RETRY_S = 1.0
-DISK_WARNING_INTERVAL_S = 60.0
-_CONDITION_POLL_S = 0.02
+LEADER_CALL_TIMEOUT_S = 5.0
+HARDWARE_POLL_INTERVAL_S_MIN = 1.0
+CERTIFICATE_CHECK_INTERVAL_S = 60.0
+CERTIFICATE_RENEWAL_RETRY_S = 30.0
+EXPIRED_CERTIFICATE_RENEWAL_RETRY_S = 1.0
+EXIT_REPORTS_PER_MESSAGE_BYTES_MAX = wire.FRAME_BYTES_MAX // 2
+SHUTDOWN_TIMEOUT_AFTER_GRACE_S = 5.0
+LEAVE_REQUEST_TIMEOUT_S = 2.0
+DISK_RETRY_INTERVAL_S = 1.0
+FULL_DISK_LOG_INTERVAL_S = 60.0
+_CONDITION_POLL_INTERVAL_S = 0.02
 
 
 class AcceleratorInventory(Protocol):
@@ -126,10 +126,10 @@ class Agent:
         self._connection = LeaderConnection(
             access, network=network, clock=clock, rng=rng, handler=self._handle_request
         )
-        self._wake_event = asyncio.Event()
+        self._heartbeat_due_event = asyncio.Event()
         self._stop_requested = asyncio.Event()
         self._task_group: asyncio.TaskGroup | None = None
-        self._is_cleanup_due = True
+        self._is_job_file_cleanup_due = True
         advertised = config.host or listen_host
         self._node_info = _initial_node_info(config, node_id=node_dir.name, host=advertised)
         launch_context = JobLaunchContext(
@@ -137,7 +137,7 @@ class Agent:
             listen_host=listen_host,
             advertised_host=advertised,
             ca_path=None if access.tls is None else ca_path(node_dir),
-            offload=disk.run_bulk_call,
+            offload=disk.run_job_file_call,
             get_node_info=lambda: self._node_info,
         )
         self._jobs = NodeJobs(
@@ -149,7 +149,7 @@ class Agent:
             clock=clock,
             call_leader=self._call_leader,
             launch_context=launch_context,
-            on_change=self._wake_event.set,
+            request_heartbeat=self._heartbeat_due_event.set,
         )
 
     @property
@@ -163,7 +163,7 @@ class Agent:
 
     async def run(self) -> None:
         """Runs until stopped. Raises AgentRunningError, NodeError, and the errors of
-        LeaderConnection.serve_leaders."""
+        LeaderConnection.keep_connected_to_leader."""
         await self._disk_access.run_journal_call(self._journal.open)
         try:
             count = self._launcher.kill_leftovers(self._journal.jobs_dir)
@@ -181,14 +181,14 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 self._task_group = group
                 for work in (
-                    self._serve_leaders(),
-                    self._enforce_lease_periodically(),
+                    self._keep_connected_to_leader(),
+                    self._trigger_heartbeats_and_enforce_lease(),
                     self._journal_writes.run(),
-                    self._manage_disk_periodically(),
+                    self._free_disk_space_periodically(),
                     self._collect_exits_forever(),
-                    self._poll_hardware(),
+                    self._update_node_info_periodically(),
                     self._renew_certificate_periodically(),
-                    self._shut_down_when_stopped(),
+                    self._shut_down_when_requested(),
                 ):
                     group.create_task(work)
         except* _AgentStoppedError:
@@ -196,13 +196,13 @@ class Agent:
         except* GenieError as errors:
             fatal = first_error(errors)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_MARGIN_S):
-                await self._journal_writes.finish_pending()
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_AFTER_GRACE_S):
+                await self._journal_writes.run_pending_work()
         if fatal is not None:
-            self._jobs.kill_all(f"ended by Genie: {fatal.message}")
+            self._jobs.kill_all_jobs(f"ended by Genie: {fatal.message}")
             await self._wait_for_condition(
                 lambda: not self._launcher.running_jobs_and_kill_errors(),
-                self._config.stop_grace_s + STOP_TIMEOUT_MARGIN_S,
+                self._config.stop_grace_s + SHUTDOWN_TIMEOUT_AFTER_GRACE_S,
             )
             raise fatal
 
@@ -216,40 +216,42 @@ class Agent:
                 self._node_info = msgspec.structs.replace(self._node_info, incarnation=incarnation)
                 return
             except StoreFullError as error:
-                if self._clock.monotonic_s() >= warned_s + DISK_WARNING_INTERVAL_S:
+                if self._clock.monotonic_s() >= warned_s + FULL_DISK_LOG_INTERVAL_S:
                     warned_s = self._clock.monotonic_s()
                     _log.error("waiting for disk space: %s", error)
-            await self._clock.sleep(DISK_RETRY_S)
+            await self._clock.sleep(DISK_RETRY_INTERVAL_S)
 
     # --- the controller ---------------------------------------------------------------------
 
-    async def _serve_leaders(self) -> None:
+    async def _keep_connected_to_leader(self) -> None:
         await self._begin_incarnation()
-        await self._read_disk_space()
-        await self._read_hardware()
+        await self._measure_disk_space()
+        await self._update_node_info()
         await self._recover_expired_certificate()
-        await self._connection.serve_leaders(self._serve_leader, self._extend_lease_without_leader)
+        await self._connection.keep_connected_to_leader(
+            self._register_and_send_heartbeats, self._extend_lease_without_leader
+        )
 
     async def _recover_expired_certificate(self) -> None:
         """Returns when the certificate is valid: the controllers reject connections with an expired one."""
         if self._connection.access.tls is None:
             return
-        node_dir, offload = self._journal.node_dir, self._disk_access.run_bulk_call
+        node_dir, offload = self._journal.node_dir, self._disk_access.run_job_file_call
         while await has_certificate_expired(node_dir, now=self._clock.wall_s(), offload=offload):
             try:
-                await recover_certificate(
-                    node_dir, self._connection, timeout_s=CALL_TIMEOUT_S, offload=offload
+                await renew_expired_certificate(
+                    node_dir, self._connection, timeout_s=LEADER_CALL_TIMEOUT_S, offload=offload
                 )
             except GenieError as error:
                 if not error.retryable:
                     raise
                 _log.warning("could not renew the node's expired certificate: %s", error)
-                await self._clock.sleep(CERTIFICATE_RECOVERY_RETRY_S)
+                await self._clock.sleep(EXPIRED_CERTIFICATE_RENEWAL_RETRY_S)
 
-    async def _serve_leader(self, peer: rpc.Peer) -> None:
+    async def _register_and_send_heartbeats(self, peer: rpc.Peer) -> None:
         """Registers with the leader and sends heartbeats until it no longer leads."""
-        register = Register(node=self._node_info, exits=self._unconfirmed_exits())
-        self._apply_registration(await peer.call(register, timeout_s=CALL_TIMEOUT_S))
+        register = Register(node=self._node_info, exits=self._exits_for_next_message())
+        self._apply_registration_reply(await peer.call(register, timeout_s=LEADER_CALL_TIMEOUT_S))
         record = partial(self._journal.record_registration, peer.name, registered_at=self._clock.wall_s())
         self._journal_writes.add_work(record, action="record the registration")
         _log.info(
@@ -258,11 +260,11 @@ class Agent:
             self._node_info.node_id,
             self._node_info.incarnation,
         )
-        while await self._send_heartbeat(peer):
-            await self._wake_event.wait()
-            self._wake_event.clear()
+        while await self._send_heartbeat_and_check_leading(peer):
+            await self._heartbeat_due_event.wait()
+            self._heartbeat_due_event.clear()
 
-    def _apply_registration(self, registered: Registered) -> None:
+    def _apply_registration_reply(self, registered: Registered) -> None:
         try:
             self._jobs.accept_leader_token(registered.leader_token, message_name="a registration")
         except FencedError as error:
@@ -271,15 +273,15 @@ class Agent:
         self._lease.set_ttl(registered.ttl_s)
         known = [self._connection.endpoints[0], *map(parse_endpoint, registered.controllers)]
         endpoints = tuple(dict.fromkeys(known))
-        write = partial(write_controllers, self._journal.node_dir, endpoints)
+        write = partial(write_controller_addresses, self._journal.node_dir, endpoints)
         self._journal_writes.add_work(write, action="store the addresses of the controllers")
-        self._connection.apply_registration(
+        self._connection.apply_registration_reply(
             endpoints,
             timeout_s=failover.attempt_timeout_s(registered.ttl_s),
             backoff_s_max=failover.backoff_s_max(registered.ttl_s),
         )
 
-    async def _send_heartbeat(self, peer: rpc.Peer) -> bool:
+    async def _send_heartbeat_and_check_leading(self, peer: rpc.Peer) -> bool:
         """Sends one heartbeat and carries out the reply. Returns whether the peer still leads."""
         sent_at_s = self._clock.monotonic_s()
         heartbeat = Heartbeat(
@@ -287,10 +289,10 @@ class Agent:
             incarnation=self._node_info.incarnation,
             node=self._node_info,
             running=self._jobs.running_jobs(),
-            exits=self._unconfirmed_exits(),
+            exits=self._exits_for_next_message(),
         )
         try:
-            with self._jobs.delay_confirmations():
+            with self._jobs.delay_launch_confirmations():
                 timeout_s = failover.heartbeat_timeout_s(
                     node_ttl_s=self._lease.ttl_s, configured_interval_s=self._config.heartbeat_s
                 )
@@ -299,7 +301,7 @@ class Agent:
             # Registering again shows whether this incarnation has been replaced.
             _log.warning("controller %s rejected a heartbeat: %s", peer.name, error)
             return False
-        actions = actions_from_reply(
+        actions = actions_from_heartbeat_reply(
             ack,
             live_epochs={job_id: job.epoch for job_id, job in self._jobs.live_jobs.items()},
             ended_epochs={job_id: report.epoch for job_id, report in self._jobs.unsettled_exits.items()},
@@ -310,7 +312,7 @@ class Agent:
             return False
         self._jobs.accept_leader_token(ack.leader_token, message_name="a heartbeat reply")
         self._lease.extend(sent_at_s=sent_at_s)
-        self._launcher.extend_deadman_timers(self._lease.expires_s)
+        self._launcher.extend_deadman_timers(self._lease.expires_at_s)
         for order in actions.jobs_to_kill:
             self._jobs.kill_job(
                 order.job_id,
@@ -319,22 +321,22 @@ class Agent:
                 grace_s=order.grace_s,
             )
         self._jobs.settle_exits(actions.settled_job_ids)
-        self._is_cleanup_due |= bool(actions.settled_job_ids)
+        self._is_job_file_cleanup_due |= bool(actions.settled_job_ids)
         return True
 
     def _extend_lease_without_leader(self, requested_at_s: float) -> None:
         self._lease.extend_without_leader(requested_at_s=requested_at_s)
-        self._launcher.extend_deadman_timers(self._lease.expires_s)
+        self._launcher.extend_deadman_timers(self._lease.expires_at_s)
 
     async def _call_leader(self, request: Request[_Reply]) -> _Reply:
-        return await self._connection.call_leader(request, timeout_s=CALL_TIMEOUT_S)
+        return await self._connection.call_leader(request, timeout_s=LEADER_CALL_TIMEOUT_S)
 
     async def _handle_request(self, peer: rpc.Peer, request: Message) -> Message:
         match request:
             case Launch():
                 assert self._task_group is not None
                 job = await self._jobs.accept_launch(request)
-                self._task_group.create_task(self._jobs.run_launch(job))
+                self._task_group.create_task(self._jobs.prepare_and_start_job(job))
                 return Done()
             case Kill():
                 self._jobs.accept_leader_token(
@@ -345,11 +347,11 @@ class Agent:
                 )
                 return Done()
             case ReadLog():
-                return await self._serve_log(request)
+                return await self._handle_read_log(request)
         raise ProtocolError(f"an agent does not serve {type(request).__name__}")
 
-    async def _serve_log(self, request: ReadLog) -> Message:
-        directory = await self._disk_access.run_bulk_call(partial(self._find_run_directory, request))
+    async def _handle_read_log(self, request: ReadLog) -> Message:
+        directory = await self._disk_access.run_job_file_call(partial(self._find_run_directory, request))
         if directory is None:
             raise JobNotFoundError(
                 f"node {self._node_info.node_id} has no log of {request.job_id}",
@@ -362,7 +364,11 @@ class Agent:
             return job is not None and request.epoch in (0, job.epoch)
 
         return await wait_for_log_chunk(
-            request, directory, is_live=is_live, clock=self._clock, offload=self._disk_access.run_bulk_call
+            request,
+            directory,
+            is_live=is_live,
+            clock=self._clock,
+            offload=self._disk_access.run_job_file_call,
         )
 
     def _find_run_directory(self, request: ReadLog) -> Path | None:
@@ -371,13 +377,13 @@ class Agent:
 
     # --- other tasks ------------------------------------------------------------------------
 
-    def _unconfirmed_exits(self) -> tuple[ExitReport, ...]:
+    def _exits_for_next_message(self) -> tuple[ExitReport, ...]:
         """Exits for the next message, up to its size limit; the rest follow when these are settled."""
         reports: list[ExitReport] = []
         size_bytes = 0
         for report in self._jobs.unsettled_exits.values():
             size_bytes += len(msgspec.msgpack.encode(report))
-            if size_bytes > EXIT_REPORTS_BYTES_MAX:
+            if size_bytes > EXIT_REPORTS_PER_MESSAGE_BYTES_MAX:
                 break
             reports.append(report)
         return tuple(reports)
@@ -387,37 +393,39 @@ class Agent:
             return self._config.heartbeat_s
         return min(self._config.heartbeat_s, failover.heartbeat_interval_s_max(self._lease.ttl_s))
 
-    async def _enforce_lease_periodically(self) -> None:
+    async def _trigger_heartbeats_and_enforce_lease(self) -> None:
         while True:
             await self._clock.sleep(self._heartbeat_interval_s())
-            self._wake_event.set()
+            self._heartbeat_due_event.set()
             if self._jobs.live_jobs and not self._lease.is_valid(self._clock.monotonic_s()):
-                self._jobs.kill_all(CONTACT_LOST_REASON)
+                self._jobs.kill_all_jobs(CONTACT_LOST_REASON)
 
-    async def _manage_disk_periodically(self) -> None:
+    async def _free_disk_space_periodically(self) -> None:
         """Measures free space, and removes files of finished jobs."""
         while True:
-            await self._read_disk_space()
-            missing_bytes = self._disk_monitor.missing_bytes
-            if self._is_cleanup_due or self._journal.has_discarded_directories or missing_bytes:
-                self._is_cleanup_due = False
-                await self._remove_old_job_files(missing_bytes)
+            await self._measure_disk_space()
+            bytes_to_free = self._disk_monitor.bytes_to_free
+            if self._is_job_file_cleanup_due or self._journal.has_discarded_directories or bytes_to_free:
+                self._is_job_file_cleanup_due = False
+                await self._remove_old_job_files(bytes_to_free)
             await self._clock.sleep(self._heartbeat_interval_s())
 
-    async def _remove_old_job_files(self, missing_bytes: int) -> None:
+    async def _remove_old_job_files(self, bytes_to_free: int) -> None:
         """Removes files of finished jobs. A disk that fails must not end the running ones."""
         try:
-            for directory in await self._jobs.discard_old_runs(missing_bytes=missing_bytes):
-                await self._disk_access.run_bulk_call(partial(job_files.try_remove_tree, directory))
+            for directory in await self._jobs.discard_old_runs_and_list_discarded(
+                bytes_to_free=bytes_to_free
+            ):
+                await self._disk_access.run_job_file_call(partial(job_files.try_remove_tree, directory))
         except (GenieError, OSError) as error:
             _log.warning("could not remove the files of finished jobs: %s", error)
-            self._is_cleanup_due = True
-            await self._clock.sleep(DISK_RETRY_S)
+            self._is_job_file_cleanup_due = True
+            await self._clock.sleep(DISK_RETRY_INTERVAL_S)
 
-    async def _read_disk_space(self) -> None:
+    async def _measure_disk_space(self) -> None:
         try:
-            self._disk_monitor.update(
-                await self._disk_access.run_bulk_call(
+            self._disk_monitor.record_reading(
+                await self._disk_access.run_job_file_call(
                     partial(self._disk_access.measure_space, self._journal.node_dir)
                 )
             )
@@ -426,17 +434,17 @@ class Agent:
 
     async def _collect_exits_forever(self) -> None:
         while True:
-            await self._launcher.wait_exit()
+            await self._launcher.wait_for_exit_report()
             await self._jobs.collect_exits()
 
-    async def _poll_hardware(self) -> None:
+    async def _update_node_info_periodically(self) -> None:
         while True:
-            await self._clock.sleep(max(self._config.heartbeat_s, HARDWARE_POLL_S_MIN))
-            await self._read_hardware()
+            await self._clock.sleep(max(self._config.heartbeat_s, HARDWARE_POLL_INTERVAL_S_MIN))
+            await self._update_node_info()
 
-    async def _read_hardware(self) -> None:
+    async def _update_node_info(self) -> None:
         try:
-            gpus = await self._inventory.read_async(self._jobs.gpus_in_use())
+            gpus = await self._inventory.read_async(self._jobs.gpu_ids_in_use())
         except HardwareError as error:
             _log.warning("could not read the accelerators: %s", error)
             gpus = tuple(
@@ -446,10 +454,10 @@ class Agent:
         gpus = tuple(
             msgspec.structs.replace(gpu, available=False, reason=stuck) if stuck else gpu
             for gpu in gpus
-            for stuck in (self._jobs.unkillable_processes_on(gpu.gpu_id),)
+            for stuck in (self._jobs.describe_unkillable_processes_on_gpu(gpu.gpu_id),)
         )
         facts = self._read_host_facts()
-        closed = self._disk_monitor.blocked_reason(self._journal_writes.current_write_elapsed_s())
+        closed = self._disk_monitor.why_node_is_blocked(self._journal_writes.current_write_elapsed_s())
         bad = [closed] if closed else []
         bad += [f"accelerator {gpu.gpu_id}: {gpu.reason}" for gpu in gpus if not gpu.available]
         self._node_info = msgspec.structs.replace(
@@ -470,39 +478,40 @@ class Agent:
     async def _renew_certificate_periodically(self) -> None:
         while self._connection.access.tls is not None:
             try:
-                wait_s = await renew_certificate_if_due(
+                wait_s = await renew_certificate_if_due_and_get_wait_s(
                     self._journal.node_dir,
                     self._connection,
                     now=self._clock.wall_s(),
-                    timeout_s=CALL_TIMEOUT_S,
-                    offload=self._disk_access.run_bulk_call,
+                    timeout_s=LEADER_CALL_TIMEOUT_S,
+                    offload=self._disk_access.run_job_file_call,
                 )
             except (GenieError, OSError, ValueError) as error:  # also: its file cannot be read
                 _log.warning("could not renew the node's certificate: %s", error)
-                wait_s = RENEWAL_RETRY_S
-            await self._clock.sleep(min(max(wait_s, 0.05), RENEWAL_CHECK_INTERVAL_S))
+                wait_s = CERTIFICATE_RENEWAL_RETRY_S
+            await self._clock.sleep(min(max(wait_s, 0.05), CERTIFICATE_CHECK_INTERVAL_S))
 
-    async def _shut_down_when_stopped(self) -> None:
+    async def _shut_down_when_requested(self) -> None:
         await self._stop_requested.wait()
-        self._jobs.stop_accepting("the agent is stopping")
-        self._jobs.kill_all("ended by Genie: the agent was stopped")
+        self._jobs.stop_accepting_launches("the agent is stopping")
+        self._jobs.kill_all_jobs("ended by Genie: the agent was stopped")
         await self._wait_for_condition(
-            lambda: not self._jobs.live_jobs, self._config.stop_grace_s + STOP_TIMEOUT_MARGIN_S
+            lambda: not self._jobs.live_jobs, self._config.stop_grace_s + SHUTDOWN_TIMEOUT_AFTER_GRACE_S
         )
-        self._wake_event.set()
+        self._heartbeat_due_event.set()
         await self._wait_for_condition(
-            lambda: not (self._jobs.unsettled_exits and self._connection.is_connected), LEAVE_TIMEOUT_S
+            lambda: not (self._jobs.unsettled_exits and self._connection.is_connected),
+            LEAVE_REQUEST_TIMEOUT_S,
         )
-        await self._send_leave()
+        await self._notify_controller_of_shutdown()
         raise _AgentStoppedError
 
-    async def _send_leave(self) -> None:
+    async def _notify_controller_of_shutdown(self) -> None:
         """Notifies the controller; otherwise it lists the node as unresponsive until it is removed."""
         if not self._connection.is_connected:
             return
         request = Leave(node_id=self._node_info.node_id, incarnation=self._node_info.incarnation)
         try:
-            await self._connection.call_leader(request, timeout_s=LEAVE_TIMEOUT_S)
+            await self._connection.call_leader(request, timeout_s=LEAVE_REQUEST_TIMEOUT_S)
         except GenieError as error:
             _log.warning("could not notify the controller of the shutdown: %s", error)
 
@@ -510,7 +519,7 @@ class Agent:
         """Waits until the condition is true or the timeout expires."""
         deadline_s = self._clock.monotonic_s() + timeout_s
         while not condition() and self._clock.monotonic_s() < deadline_s:
-            await self._clock.sleep(_CONDITION_POLL_S)
+            await self._clock.sleep(_CONDITION_POLL_INTERVAL_S)
 
 
 def _initial_node_info(config: AgentConfig, *, node_id: str, host: str) -> NodeInfo:

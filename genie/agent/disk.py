@@ -23,10 +23,10 @@ from genie.processes.tasks import Offload, run_inline
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-PENDING_CHANGES_MAX = 4096
+PENDING_JOURNAL_CHANGES_MAX = 4096
 STALLED_WRITE_S_MIN = 5.0
 """Below the timeout after which the controller gives up a launch."""
-REQUIRED_FREE_MAX_DIVISOR = 20
+DISK_SIZE_TO_REQUIRED_FREE_RATIO_MIN = 20
 """The free space needed is at most the size of the disk divided by this."""
 _NODE_FAULT_ERRNOS = frozenset(
     {
@@ -44,11 +44,11 @@ _NODE_FAULT_ERRNOS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class DiskAccess:
-    """`run_journal_call` runs one call at a time, in order. `run_bulk_call` reads and writes the files of
+    """`run_journal_call` runs one call at a time, in order. `run_job_file_call` reads and writes the files of
     jobs, which may take long: logs, working directories, removals."""
 
     run_journal_call: Offload = run_inline
-    run_bulk_call: Offload = run_inline
+    run_job_file_call: Offload = run_inline
     measure_space: Callable[[Path], DiskSpace] = disk_space
 
 
@@ -61,7 +61,7 @@ class DiskMonitor:
         self.last_reading = DiskSpace(total_bytes=0, free_bytes=0)
         """The last reading; zeros before the first one."""
 
-    def update(self, space: DiskSpace) -> None:
+    def record_reading(self, space: DiskSpace) -> None:
         self.last_reading = space
         self._is_space_low = self.last_reading.free_bytes < (
             self._free_bytes_to_unblock if self._is_space_low else self._free_bytes_needed
@@ -69,7 +69,9 @@ class DiskMonitor:
 
     @property
     def _free_bytes_needed(self) -> int:
-        return min(self._free_min_bytes, self.last_reading.total_bytes // REQUIRED_FREE_MAX_DIVISOR)
+        return min(
+            self._free_min_bytes, self.last_reading.total_bytes // DISK_SIZE_TO_REQUIRED_FREE_RATIO_MIN
+        )
 
     @property
     def _free_bytes_to_unblock(self) -> int:
@@ -77,18 +79,18 @@ class DiskMonitor:
         return self._free_bytes_needed * 3 // 2
 
     @property
-    def missing_bytes(self) -> int:
+    def bytes_to_free(self) -> int:
         """How much must be freed until the node accepts work again."""
         return max(self._free_bytes_to_unblock - self.last_reading.free_bytes, 0) if self._is_space_low else 0
 
-    def blocked_reason(self, stalled_write_s: float) -> str:
-        """Why the node accepts no work; empty if it does. `stalled_write_s`: duration of the current
+    def why_node_is_blocked(self, current_write_s: float) -> str:
+        """Why the node accepts no work; empty if it does. `current_write_s`: duration of the current
         write."""
         if self._is_space_low:
             free, needed = self.last_reading.free_bytes / 2**30, self._free_bytes_to_unblock / 2**30
             return f"low disk space: {free:.2f} GiB free, {needed:.2f} GiB needed"
-        if stalled_write_s >= STALLED_WRITE_S_MIN:
-            return f"the disk does not respond: a write has taken {stalled_write_s:.0f} s"
+        if current_write_s >= STALLED_WRITE_S_MIN:
+            return f"the disk does not respond: a write has taken {current_write_s:.0f} s"
         return ""
 
 
@@ -112,14 +114,14 @@ def is_caused_by_full_disk(error: BaseException | None) -> bool:
 
 
 class JournalWriteQueue:
-    """`run` must run concurrently; `finish_pending` replaces it after it was cancelled."""
+    """`run` must run concurrently; `run_pending_work` replaces it after it was cancelled."""
 
     def __init__(self, offload: Offload, clock: Clock) -> None:
         self._offload = offload
         self._clock = clock
         self._pending_work: deque[Callable[[], Awaitable[None]]] = deque()
         self._has_pending_work = asyncio.Event()
-        self._work_started_s: float | None = None
+        self._current_work_started_s: float | None = None
 
     def add_work(self, work: Callable[[], object], *, action: str, writes: bool = True) -> None:
         """Adds work whose result is not needed. An error is logged; `action` completes "could not"."""
@@ -132,11 +134,11 @@ class JournalWriteQueue:
             except Exception:
                 _log.exception("disk write failed: could not %s", action)
 
-        if len(self._pending_work) >= PENDING_CHANGES_MAX:
+        if len(self._pending_work) >= PENDING_JOURNAL_CHANGES_MAX:
             _log.error(
                 "disk write dropped: could not %s: %d changes of the journal are pending",
                 action,
-                PENDING_CHANGES_MAX,
+                PENDING_JOURNAL_CHANGES_MAX,
             )
         else:
             self._append_work(do)
@@ -146,9 +148,9 @@ class JournalWriteQueue:
 
         Raises StoreFullError if the queue is full. Work of a cancelled call that has not begun is skipped.
         """
-        if len(self._pending_work) >= PENDING_CHANGES_MAX:
+        if len(self._pending_work) >= PENDING_JOURNAL_CHANGES_MAX:
             raise StoreFullError(
-                f"the disk is too slow: {PENDING_CHANGES_MAX} changes of the journal are pending"
+                f"the disk is too slow: {PENDING_JOURNAL_CHANGES_MAX} changes of the journal are pending"
             )
         result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
 
@@ -169,22 +171,26 @@ class JournalWriteQueue:
 
     def current_write_elapsed_s(self) -> float:
         """How long the current change has taken so far; 0 if there is none."""
-        return 0.0 if self._work_started_s is None else self._clock.monotonic_s() - self._work_started_s
+        return (
+            0.0
+            if self._current_work_started_s is None
+            else self._clock.monotonic_s() - self._current_work_started_s
+        )
 
     async def run(self) -> None:
         """Does the work until cancelled."""
         while True:
             await self._has_pending_work.wait()
-            await self.finish_pending()
+            await self.run_pending_work()
 
-    async def finish_pending(self) -> None:
+    async def run_pending_work(self) -> None:
         """Does the work that is pending."""
         while self._pending_work:
-            self._work_started_s = self._clock.monotonic_s()
+            self._current_work_started_s = self._clock.monotonic_s()
             try:
                 await self._pending_work.popleft()()
             finally:
-                self._work_started_s = None
+                self._current_work_started_s = None
         self._has_pending_work.clear()
 
     def _append_work(self, run: Callable[[], Awaitable[None]]) -> None:

@@ -26,7 +26,7 @@ class NodeLease:
 
     def __init__(self) -> None:
         self.ttl_s = 0.0
-        self.expires_s = float("-inf")
+        self.expires_at_s = float("-inf")
 
     def set_ttl(self, ttl_s: float) -> None:
         """Applies from the next extension."""
@@ -34,17 +34,17 @@ class NodeLease:
 
     def extend(self, *, sent_at_s: float) -> None:
         """Rule (a). Never shortens the lease."""
-        self.expires_s = max(self.expires_s, sent_at_s + LEASE_TTL_SHARE * self.ttl_s)
+        self.expires_at_s = max(self.expires_at_s, sent_at_s + LEASE_TTL_SHARE * self.ttl_s)
 
     def extend_without_leader(self, *, requested_at_s: float) -> None:
         """Rule (b). An expired lease stays expired: another controller may have led in between."""
-        if requested_at_s <= self.expires_s:
+        if requested_at_s <= self.expires_at_s:
             self.extend(sent_at_s=requested_at_s)
 
     def is_valid(self, now_s: float) -> bool:
-        return now_s < self.expires_s
+        return now_s < self.expires_at_s
 
-    def grace_after_expiry_s(self, configured_s: float) -> float:
+    def grace_after_lease_expiry_s(self, configured_s: float) -> float:
         """The grace period after the lease has expired, capped so that jobs end within the time to live."""
         return min(configured_s, DEADMAN_GRACE_TTL_SHARE_MAX * self.ttl_s)
 
@@ -60,7 +60,7 @@ class HeartbeatActions:
     not_leader_reason: str = ""
 
 
-def actions_from_reply(
+def actions_from_heartbeat_reply(
     ack: HeartbeatAck,
     *,
     live_epochs: Mapping[str, int],

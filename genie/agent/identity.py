@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from genie.agent.journal import FENCE_FILE
+from genie.agent.journal import LEADER_TOKEN_FILE
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import ConfigError, TlsError, TokenMissingError, UsageError
 from genie.model.messages import RecoverCertificate, RenewCertificate
@@ -30,7 +30,7 @@ _TOKEN_FILE, _CERTIFICATE_FILE, _KEY_FILE, _NEXT_KEY_FILE, _CA_FILE = (
     "node.key.next",
     "ca.pem",
 )
-_CONTROLLERS_FILE = "controllers.json"
+_CONTROLLER_ADDRESSES_FILE = "controllers.json"
 
 ControllerAddress = tuple[str, int]
 
@@ -50,8 +50,8 @@ def write_identity(
     files.write_private(node_dir / _CA_FILE, ca_pem.encode())
     (node_dir / _NEXT_KEY_FILE).unlink(missing_ok=True)
     # Leader tokens are only comparable within one cluster, and this may be another cluster.
-    (node_dir / FENCE_FILE).unlink(missing_ok=True)
-    write_controllers(node_dir, (controller,))
+    (node_dir / LEADER_TOKEN_FILE).unlink(missing_ok=True)
+    write_controller_addresses(node_dir, (controller,))
     files.write_private(node_dir / _TOKEN_FILE, token.encode())
 
 
@@ -71,7 +71,11 @@ def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None
         ) from None
     except OSError as error:
         raise TokenMissingError(f"could not read the node token: {error}") from error
-    known = read_controllers(node_dir) if controller is None else _try_read_controllers(node_dir)
+    known = (
+        read_controller_addresses(node_dir)
+        if controller is None
+        else _try_read_controller_addresses(node_dir)
+    )
     host, port = controller or known[0]
     if token.pin == NO_PIN:
         if not is_loopback(host):
@@ -85,7 +89,7 @@ def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None
     ca_pem = _read_ca_pem(node_dir, pin=token.pin)
     plain = ClientTls(tls.client_context(ca_pem), tls.CONTROLLER_NAME)
     access = Access(host=host, port=port, token=token, tls=plain, other_servers=known)
-    return _with_own_certificate(access, node_dir, ca_pem)
+    return _with_node_certificate(access, node_dir, ca_pem)
 
 
 def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
@@ -106,17 +110,17 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
     )
 
 
-def write_controllers(node_dir: Path, controllers: Sequence[ControllerAddress]) -> None:
+def write_controller_addresses(node_dir: Path, controllers: Sequence[ControllerAddress]) -> None:
     """Stores the addresses of the controllers, that of the current leader first. Blocks."""
     body = json.dumps([address_text(host, port) for host, port in controllers]).encode()
-    path = node_dir / _CONTROLLERS_FILE
+    path = node_dir / _CONTROLLER_ADDRESSES_FILE
     if not path.exists() or path.read_bytes() != body:
         files.write_private(path, body)
 
 
-def read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
+def read_controller_addresses(node_dir: Path) -> tuple[ControllerAddress, ...]:
     """Returns the stored addresses of the controllers, that of the last leader first."""
-    path = node_dir / _CONTROLLERS_FILE
+    path = node_dir / _CONTROLLER_ADDRESSES_FILE
     try:
         return tuple(parse_endpoint(str(text)) for text in json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -126,15 +130,15 @@ def read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
         ) from error
 
 
-def _try_read_controllers(node_dir: Path) -> tuple[ControllerAddress, ...]:
-    """As read_controllers(); empty if the file cannot be read, because another address is given."""
+def _try_read_controller_addresses(node_dir: Path) -> tuple[ControllerAddress, ...]:
+    """As read_controller_addresses(); empty if the file cannot be read, because another address is given."""
     try:
-        return read_controllers(node_dir)
+        return read_controller_addresses(node_dir)
     except ConfigError:
         return ()
 
 
-async def renew_certificate_if_due(
+async def renew_certificate_if_due_and_get_wait_s(
     node_dir: Path, connection: LeaderConnection, *, now: float, timeout_s: float, offload: Offload
 ) -> float:
     """Renews the certificate after half of its validity. Returns the seconds until the next check."""
@@ -143,7 +147,7 @@ async def renew_certificate_if_due(
     if left_s > 0:
         return left_s
     if now > tls.validity_period(certificate_pem)[1]:
-        await recover_certificate(node_dir, connection, timeout_s=timeout_s, offload=offload)
+        await renew_expired_certificate(node_dir, connection, timeout_s=timeout_s, offload=offload)
         return 0.0
     key_pem, csr_pem = tls.new_key_and_csr()
     signed = await connection.call_leader(RenewCertificate(csr_pem=csr_pem), timeout_s=timeout_s)
@@ -159,7 +163,7 @@ def _store_certificate(node_dir: Path, access: Access, certificate_pem: str, key
     files.write_private(node_dir / _NEXT_KEY_FILE, key_pem)
     files.write_private(node_dir / _CERTIFICATE_FILE, certificate_pem.encode())
     _finish_interrupted_renewal(node_dir)
-    return _with_own_certificate(access, node_dir, _read_ca_pem(node_dir, pin=access.token.pin))
+    return _with_node_certificate(access, node_dir, _read_ca_pem(node_dir, pin=access.token.pin))
 
 
 async def has_certificate_expired(node_dir: Path, *, now: float, offload: Offload) -> bool:
@@ -168,7 +172,7 @@ async def has_certificate_expired(node_dir: Path, *, now: float, offload: Offloa
     return now > tls.validity_period(certificate_pem)[1]
 
 
-async def recover_certificate(
+async def renew_expired_certificate(
     node_dir: Path, connection: LeaderConnection, *, timeout_s: float, offload: Offload
 ) -> None:
     """Gets a new certificate for the same key after the old one has expired. Raises CertificateExpiredError
@@ -181,7 +185,7 @@ async def recover_certificate(
 
     def store() -> Access:
         files.write_private(node_dir / _CERTIFICATE_FILE, signed.certificate_pem.encode())
-        return _with_own_certificate(access, node_dir, ca_pem)
+        return _with_node_certificate(access, node_dir, ca_pem)
 
     connection.replace_access(await offload(store, writes=True))
     _log.info("renewed the node's certificate, which had expired")
@@ -209,7 +213,7 @@ def _finish_interrupted_renewal(node_dir: Path) -> None:
     files.sync_directory(node_dir)
 
 
-def _with_own_certificate(access: Access, node_dir: Path, ca_pem: str) -> Access:
+def _with_node_certificate(access: Access, node_dir: Path, ca_pem: str) -> Access:
     return with_client_certificate(
         access, ca_pem=ca_pem, certificate=node_dir / _CERTIFICATE_FILE, key=node_dir / _KEY_FILE
     )

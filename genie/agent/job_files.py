@@ -92,7 +92,7 @@ class RunDirectorySize:
     other_files_bytes: int
 
 
-def try_measure_run(directory: Path, last_size: RunDirectorySize | None) -> RunDirectorySize | None:
+def try_measure_run_directory(directory: Path, last_size: RunDirectorySize | None) -> RunDirectorySize | None:
     """Measures the directory of an ended job, or returns `last_size` if it is of this run. Blocks."""
     work = directory / "work"
     try:
@@ -123,26 +123,26 @@ def try_remove_tree(path: Path) -> None:
     """Removes as much of the tree as possible. Blocks."""
     with contextlib.suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
-            _empty_directory(path)
+            _remove_directory_contents(path)
             path.rmdir()
         else:
             path.unlink()
 
 
-def _empty_directory(root: Path) -> None:
+def _remove_directory_contents(root: Path) -> None:
     """Empties the directory. Directories below are moved up to it first: a job can nest them deeper than
     recursion and the length of a path allow."""
-    root_fd = _open_directory(str(root))
+    root_fd = _make_writable_and_open_directory(str(root))
     try:
-        pending = _remove_non_directories(root_fd)
+        pending = _remove_files_and_list_subdirectories(root_fd)
         taken = set(pending)
         names = (name for name in map(str, itertools.count()) if name not in taken)
         while pending:
             name = pending.pop()
             with contextlib.suppress(OSError):
-                fd = _open_directory(name, dir_fd=root_fd)
+                fd = _make_writable_and_open_directory(name, dir_fd=root_fd)
                 try:
-                    for inner in _remove_non_directories(fd):
+                    for inner in _remove_files_and_list_subdirectories(fd):
                         above = next(names)
                         with contextlib.suppress(OSError):
                             os.rename(inner, above, src_dir_fd=fd, dst_dir_fd=root_fd)
@@ -154,7 +154,7 @@ def _empty_directory(root: Path) -> None:
         os.close(root_fd)
 
 
-def _open_directory(name: str, *, dir_fd: int | None = None) -> int:
+def _make_writable_and_open_directory(name: str, *, dir_fd: int | None = None) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(name, flags, dir_fd=dir_fd)
@@ -169,7 +169,7 @@ def _open_directory(name: str, *, dir_fd: int | None = None) -> int:
     return fd
 
 
-def _remove_non_directories(fd: int) -> list[str]:
+def _remove_files_and_list_subdirectories(fd: int) -> list[str]:
     """Removes everything but directories; returns the names of these, made writable."""
     directories = []
     with os.scandir(fd) as entries:
@@ -177,7 +177,9 @@ def _remove_non_directories(fd: int) -> list[str]:
     for name, is_directory in found:
         with contextlib.suppress(OSError):
             if is_directory:
-                os.close(_open_directory(name, dir_fd=fd))  # moving it changes its parent entry
+                os.close(
+                    _make_writable_and_open_directory(name, dir_fd=fd)
+                )  # moving it changes its parent entry
                 directories.append(name)
             else:
                 os.unlink(name, dir_fd=fd)

@@ -22,7 +22,7 @@ from genie.agent import job_files, preparation
 from genie.agent.disk import JournalWriteQueue, is_caused_by_full_disk, is_caused_by_node
 from genie.agent.heartbeats import NodeLease
 from genie.agent.job_files import RunDirectorySize
-from genie.agent.journal import REASON_CHARS_MAX, JobRecord, Journal
+from genie.agent.journal import EXIT_REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan
 from genie.config import AgentConfig
 from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
@@ -48,12 +48,12 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 LIVE_JOBS_MAX = 1024
 PREPARING_JOBS_MAX = 8
-LEADER_CALL_RETRY_S_MAX = 900.0
-EXECUTOR_START_S_MAX = 90.0
-EXECUTOR_START_S_MAX_IF_STATUS_REPORTED = 1200.0
+LEADER_CALL_RETRY_TIMEOUT_S = 900.0
+EXECUTOR_START_TIMEOUT_S = 90.0
+EXECUTOR_START_TIMEOUT_IF_STATUS_REPORTED_S = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 EXECUTOR_STATUS_READ_TIMEOUT_S = 1.0
-RETRY_S, RETRY_S_MAX = 0.2, 2.0
+LEADER_CALL_BACKOFF_S_MIN, LEADER_CALL_BACKOFF_S_MAX = 0.2, 2.0
 CONFIRM_WAIT_FOR_WORKERS_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
@@ -63,7 +63,7 @@ WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX = 8
 CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
 
 
-class CallLeader(Protocol):
+class CallLeaderOnce(Protocol):
     """Sends one request to the leader, without retries."""
 
     async def __call__(self, request: Request[_Reply]) -> _Reply: ...
@@ -117,9 +117,9 @@ class NodeJobs:
         lease: NodeLease,
         writes: JournalWriteQueue,
         clock: Clock,
-        call_leader: CallLeader,
+        call_leader: CallLeaderOnce,
         launch_context: JobLaunchContext,
-        on_change: Callable[[], None],
+        request_heartbeat: Callable[[], None],
     ) -> None:
         self.live_jobs: dict[str, LocalJob] = {}
         self.unsettled_exits: dict[str, ExitReport] = {}
@@ -131,10 +131,10 @@ class NodeJobs:
         self._clock = clock
         self._call_leader = call_leader
         self._launch_context = launch_context
-        self._on_change = on_change
+        self._request_heartbeat = request_heartbeat
         self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
-        self._rejection_reason = ""
+        self._launch_rejection_reason = ""
         """Why launches are rejected; empty while they are accepted."""
         self._no_heartbeat_in_flight = asyncio.Event()
         self._no_heartbeat_in_flight.set()
@@ -158,14 +158,14 @@ class NodeJobs:
                 job_id=job_id,
                 epoch=job.epoch,
                 endpoint=job.endpoint,
-                status_note=(stuck.get(job_id) or job.executor_start_status)[:REASON_CHARS_MAX],
+                status_note=(stuck.get(job_id) or job.executor_start_status)[:EXIT_REASON_CHARS_MAX],
                 elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
             )
             for job_id, job in self.live_jobs.items()
         )
 
     @contextmanager
-    def delay_confirmations(self) -> Iterator[None]:
+    def delay_launch_confirmations(self) -> Iterator[None]:
         """Delays launch confirmations while a heartbeat is sent that may not list the accepted job yet."""
         self._no_heartbeat_in_flight.clear()
         try:
@@ -173,11 +173,11 @@ class NodeJobs:
         finally:
             self._no_heartbeat_in_flight.set()
 
-    def stop_accepting(self, reason: str) -> None:
+    def stop_accepting_launches(self, reason: str) -> None:
         """Rejects all further launches with this reason."""
-        self._rejection_reason = reason
+        self._launch_rejection_reason = reason
 
-    def gpus_in_use(self) -> frozenset[int]:
+    def gpu_ids_in_use(self) -> frozenset[int]:
         """IDs of the accelerators that may have a process of a job."""
         return frozenset(
             gpu_id
@@ -186,7 +186,7 @@ class NodeJobs:
             if job.has_started
         )
 
-    def unkillable_processes_on(self, gpu_id: int) -> str:
+    def describe_unkillable_processes_on_gpu(self, gpu_id: int) -> str:
         """Which processes on this accelerator cannot be killed; empty if none.
 
         For a job of an earlier agent whose record cannot be read, all accelerators may have a process.
@@ -212,7 +212,10 @@ class NodeJobs:
             self._journal_writes.add_work(self._journal.store_leader_token, action="store the leader token")
 
     async def accept_launch(self, launch: Launch) -> LocalJob:
-        """Records the launch durably; call `run_launch` next. Raises LaunchError or FencedError."""
+        """Records the launch durably; call `prepare_and_start_job` next.
+
+        Raises LaunchError or FencedError.
+        """
         self._check_launch_acceptable(launch)
         record = JobRecord(
             job_id=launch.job_id,
@@ -248,13 +251,13 @@ class NodeJobs:
             )
         if launch.job_id in self.live_jobs or self._has_unkillable_processes(launch.job_id):
             raise NodeUnfitError(f"{launch_text} is rejected: an earlier run has not ended on this node yet")
-        if self._rejection_reason:
-            raise NodeUnfitError(f"{launch_text} is rejected: {self._rejection_reason}")
+        if self._launch_rejection_reason:
+            raise NodeUnfitError(f"{launch_text} is rejected: {self._launch_rejection_reason}")
         if blocked_reason := self._launch_context.get_node_info().closed:
             raise NodeUnfitError(f"{launch_text} is rejected: {blocked_reason}")
         if not self._lease.is_valid(self._clock.monotonic_s()):
             raise NodeUnfitError(f"{launch_text} is rejected: the lease of this node has expired")
-        if conflict := self._accelerator_conflict(launch):
+        if conflict := self._why_accelerators_not_free(launch):
             raise NodeUnfitError(f"{launch_text} is rejected: {conflict}")
         if len(self.live_jobs) >= LIVE_JOBS_MAX:
             raise NodeUnfitError(f"{launch_text} is rejected: this node already has {LIVE_JOBS_MAX} jobs")
@@ -265,7 +268,7 @@ class NodeJobs:
             and job_id in self._launcher.running_jobs_and_kill_errors()
         )
 
-    def _accelerator_conflict(self, launch: Launch) -> str:
+    def _why_accelerators_not_free(self, launch: Launch) -> str:
         """Why the accelerators of the launch are not free yet; empty if they are.
 
         The ledger may list them as free while a process of a reclaimed job has not ended here, for example
@@ -273,7 +276,7 @@ class NodeJobs:
         """
         requested = launch.spec.resources.gpu_milli
         for gpu_id in launch.placement.gpu_ids:
-            if stuck := self.unkillable_processes_on(gpu_id):
+            if stuck := self.describe_unkillable_processes_on_gpu(gpu_id):
                 return f"accelerator {gpu_id}: {stuck}"
             others = [job.launch for job in self.live_jobs.values() if gpu_id in job.launch.placement.gpu_ids]
             if any(other.tenant != launch.tenant for other in others):
@@ -290,7 +293,7 @@ class NodeJobs:
             if job.has_started:
                 self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
 
-    def kill_all(self, reason: str) -> None:
+    def kill_all_jobs(self, reason: str) -> None:
         for job_id, job in self.live_jobs.items():
             self.kill_job(job_id, epoch=job.epoch, reason=reason)
 
@@ -298,24 +301,24 @@ class NodeJobs:
         for job_id in job_ids:
             self.unsettled_exits.pop(job_id, None)
         if job_ids:
-            work = partial(self._journal.mark_settled, job_ids)
+            work = partial(self._journal.mark_exits_settled, job_ids)
             self._journal_writes.add_work(work, action="mark exits as settled", writes=False)
 
     async def collect_exits(self) -> None:
         """Records the exits that the launcher has seen."""
-        for report in sorted(self._launcher.take_exits(), key=self._needs_executor_status):
+        for report in sorted(self._launcher.take_exit_reports(), key=self._needs_executor_status):
             self._record_exit(await self._add_executor_status(report))
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def run_launch(self, job: LocalJob) -> None:
+    async def prepare_and_start_job(self, job: LocalJob) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
         job_id = job.launch.job_id
         try:
             async with self._preparation_slots:
                 plan = await self._prepare_launch(job)
             await self._confirm_launch(job)
-            await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_s)
+            await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
                 self._launcher.kill_job(job_id, reason=job.kill_reason)
@@ -329,7 +332,7 @@ class NodeJobs:
             _log.exception("could not start job %s", job_id)
             self._record_failed_launch(job, "not started: internal error (see the log of the agent)")
         if job.has_started and job.launch.spec.kind is JobKind.SESSION:
-            await self._report_endpoint(job)
+            await self._report_executor_endpoint(job)
 
     async def _prepare_launch(self, job: LocalJob) -> LaunchPlan:
         launch, context = job.launch, self._launch_context
@@ -337,10 +340,10 @@ class NodeJobs:
             launch, base=context.base_env, node=context.get_node_info(), directory=job.directory
         )
         if launch.spec.workdir is not None:
-            await self._fetch_workdir(job, launch.spec.workdir)
+            await self._fetch_and_unpack_workdir(job, launch.spec.workdir)
         if launch.spec.kind is JobKind.SESSION:
             argv = await preparation.prepare_executor(
-                self._make_retrying_call(job),
+                self._make_retrying_leader_call(job),
                 launch,
                 directory=job.directory,
                 ca_path=context.ca_path,
@@ -361,10 +364,10 @@ class NodeJobs:
             log_file_bytes_max=self._config.log_bytes_max,
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
-            deadman_grace_s=self._lease.grace_after_expiry_s(self._config.stop_grace_s),
+            deadman_grace_s=self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s),
         )
 
-    async def _fetch_workdir(self, job: LocalJob, workdir: Workdir) -> None:
+    async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:
         """Raises NodeUnfitError if the disk has too little space. How much the files need depends on the
         blocks of the file system; that is known only if the disk was filled."""
         node = self._launch_context.get_node_info()
@@ -376,8 +379,11 @@ class NodeJobs:
                 f"{node.disk_free_bytes} are free"
             )
         try:
-            await preparation.fetch_workdir(
-                self._make_retrying_call(job), workdir, job.directory, offload=self._launch_context.offload
+            await preparation.fetch_and_unpack_workdir(
+                self._make_retrying_leader_call(job),
+                workdir,
+                job.directory,
+                offload=self._launch_context.offload,
             )
         except (GenieError, OSError) as error:
             most_bytes = workdir.size_bytes * WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX
@@ -395,15 +401,15 @@ class NodeJobs:
             incarnation=self._journal.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
-        await self._make_retrying_call(job)(confirmation)
+        await self._make_retrying_leader_call(job)(confirmation)
         self._check_not_killed(job)
 
-    def _make_retrying_call(self, job: LocalJob) -> preparation.CallController:
+    def _make_retrying_leader_call(self, job: LocalJob) -> preparation.CallLeaderWithRetries:
         """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
-        deadline_s = self._clock.monotonic_s() + LEADER_CALL_RETRY_S_MAX
+        deadline_s = self._clock.monotonic_s() + LEADER_CALL_RETRY_TIMEOUT_S
 
         async def call(request: Request[_Reply]) -> _Reply:
-            backoff_s = RETRY_S
+            backoff_s = LEADER_CALL_BACKOFF_S_MIN
             while True:
                 self._check_not_killed(job)
                 try:
@@ -413,10 +419,10 @@ class NodeJobs:
                         raise
                     _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
                     has_waited = isinstance(error, WorkersMissingError)  # at the controller
-                    backoff_s = RETRY_S if has_waited else backoff_s
+                    backoff_s = LEADER_CALL_BACKOFF_S_MIN if has_waited else backoff_s
                     wait_s = max(backoff_s, error.retry_after_s)
                 await self._clock.sleep(wait_s)
-                backoff_s = min(2 * backoff_s, RETRY_S_MAX)
+                backoff_s = min(2 * backoff_s, LEADER_CALL_BACKOFF_S_MAX)
 
         return call
 
@@ -428,11 +434,11 @@ class NodeJobs:
 
     # --- sessions ---------------------------------------------------------------------------
 
-    async def _report_endpoint(self, job: LocalJob) -> None:
+    async def _report_executor_endpoint(self, job: LocalJob) -> None:
         """Waits until the executor listens, then reports its address to the controller. Never raises."""
         job_id = job.launch.job_id
         try:
-            port = await self._wait_for_endpoint(job)
+            port = await self._wait_for_executor_port(job)
             if port is None:
                 return
             job.executor_start_status = ""
@@ -441,8 +447,8 @@ class NodeJobs:
                 port=port,
                 server_name=tls.executor_certificate_name(job_id),
             )
-            self._on_change()
-            await self._make_retrying_call(job)(
+            self._request_heartbeat()
+            await self._make_retrying_leader_call(job)(
                 ExecutorReady(job_id=job_id, epoch=job.epoch, endpoint=job.endpoint)
             )
         except GenieError as error:
@@ -456,7 +462,7 @@ class NodeJobs:
             _log.exception("ending executor %s: could not report its endpoint to the controller", job_id)
             self.kill_job(job_id, epoch=job.epoch, reason="ended by Genie: internal error")
 
-    async def _wait_for_endpoint(self, job: LocalJob) -> int | None:
+    async def _wait_for_executor_port(self, job: LocalJob) -> int | None:
         """Returns the executor's port; None if it ended first."""
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
@@ -467,11 +473,13 @@ class NodeJobs:
             status = await self._launch_context.offload(
                 partial(preparation.read_executor_status, job.directory)
             )
-            start_status = status[:REASON_CHARS_MAX]
+            start_status = status[:EXIT_REASON_CHARS_MAX]
             if start_status != job.executor_start_status:
                 job.executor_start_status = start_status
-                self._on_change()
-            limit_s = EXECUTOR_START_S_MAX_IF_STATUS_REPORTED if start_status else EXECUTOR_START_S_MAX
+                self._request_heartbeat()
+            limit_s = (
+                EXECUTOR_START_TIMEOUT_IF_STATUS_REPORTED_S if start_status else EXECUTOR_START_TIMEOUT_S
+            )
             if self._clock.monotonic_s() > started_s + limit_s:
                 raise LaunchError(
                     f"the executor was not ready within {limit_s:g} s"
@@ -484,7 +492,7 @@ class NodeJobs:
     # --- exits ------------------------------------------------------------------------------
 
     def _record_failed_launch(self, job: LocalJob, reason: str, *, is_caused_by_node: bool = False) -> None:
-        reason = reason[:REASON_CHARS_MAX]
+        reason = reason[:EXIT_REASON_CHARS_MAX]
         _log.warning("job %s failed: %s", job.launch.job_id, reason)
         self._record_exit(
             ExitReport(
@@ -506,15 +514,16 @@ class NodeJobs:
         self.live_jobs.pop(exit_report.job_id, None)
         self.unsettled_exits[exit_report.job_id] = exit_report
         self._journal_writes.add_work(
-            partial(self._store_exit, exit_report), action=f"record the exit of {exit_report.job_id}"
+            partial(self._write_exit_to_journal, exit_report),
+            action=f"record the exit of {exit_report.job_id}",
         )
-        self._on_change()
+        self._request_heartbeat()
 
-    def _store_exit(self, report: ExitReport) -> None:
+    def _write_exit_to_journal(self, report: ExitReport) -> None:
         preparation.remove_executor_secrets(self._journal.job_dir(report.job_id))
         self._journal.discard_temporary_files(report.job_id)
         if self._journal.read_exit_report(report.job_id) is None:
-            self._journal.write_exit(report)
+            self._journal.write_exit_record(report)
 
     def _needs_executor_status(self, report: ExitReport) -> bool:
         job = self.live_jobs.get(report.job_id)
@@ -533,26 +542,26 @@ class NodeJobs:
         except TimeoutError:
             status = ""
         reason = f"{report.reason}: {status}" if status else report.reason
-        return msgspec.structs.replace(report, reason=reason[:REASON_CHARS_MAX])
+        return msgspec.structs.replace(report, reason=reason[:EXIT_REASON_CHARS_MAX])
 
-    async def discard_old_runs(self, *, missing_bytes: int) -> Collection[Path]:
+    async def discard_old_runs_and_list_discarded(self, *, bytes_to_free: int) -> Collection[Path]:
         """Returns the directories that are to be removed: they no longer belong to a job."""
         live = frozenset(self.live_jobs) | frozenset(self._launcher.running_jobs_and_kill_errors())
         self._finished_run_sizes = await self._launch_context.offload(
             partial(self._measure_finished_runs, live)
         )
         discard = partial(
-            self._journal.discard_old_runs,
+            self._journal.discard_old_runs_and_list_discarded,
             kept_count=self._config.jobs_kept,
             live_job_ids=frozenset(self.live_jobs) | live,
             sizes=self._finished_run_sizes,
             bytes_max=self._config.jobs_bytes_max,
-            missing_bytes=missing_bytes,
+            bytes_to_free=bytes_to_free,
         )
         return await self._journal_writes.run_work(discard, writes=False)
 
     def _measure_finished_runs(self, live_job_ids: Collection[str]) -> dict[Path, RunDirectorySize]:
         known = self._finished_run_sizes
         finished = self._journal.finished_run_directories(live_job_ids)
-        sizes = {path: job_files.try_measure_run(path, known.get(path)) for path in finished}
+        sizes = {path: job_files.try_measure_run_directory(path, known.get(path)) for path in finished}
         return {path: size for path, size in sizes.items() if size is not None}

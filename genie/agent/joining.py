@@ -11,7 +11,7 @@ from genie.model.messages import Join
 from genie.model.names import address_text, validate_node_id
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls
-from genie.runtime.credentials import trust
+from genie.runtime.credentials import make_pinned_client_tls
 from genie.runtime.network import Network
 from genie.tenancy.access import NO_PIN, parse_token
 
@@ -42,7 +42,9 @@ async def join_cluster(
             else "create one: 'genie token create --join'",
         )
     preferred_id = validate_node_id(requested_node_id)
-    trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
+    trusted = await make_pinned_client_tls(
+        network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s
+    )
     key_pem, csr_pem = tls.new_key_and_csr()
     async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
         request = Join(

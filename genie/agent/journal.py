@@ -29,10 +29,10 @@ from genie.processes import files
 _log = logging.getLogger(__name__)
 _Struct = TypeVar("_Struct")
 
-REASON_CHARS_MAX = 600
-FENCE_FILE = "fence.json"
+EXIT_REASON_CHARS_MAX = 600
+LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
-_DISCARDED_PREFIX = "."
+_DISCARDED_NAME_PREFIX = "."
 _EARLIER_RUNS_DIR = "earlier"
 
 
@@ -59,7 +59,7 @@ class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     log_bytes_lost: int = 0
 
 
-class _Fence(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredLeaderToken(msgspec.Struct, frozen=True, kw_only=True):
     leader_token: int = 0
 
 
@@ -79,7 +79,7 @@ class Journal:
         """The highest leader token seen."""
         self.incarnation = 0
         self.has_discarded_directories = False
-        """Whether a directory was moved aside since the last call of `discard_old_runs`."""
+        """Whether a directory was moved aside since `discard_old_runs_and_list_discarded` was last called."""
         self._settled_but_not_renamed: set[str] = set()
         """Settled jobs whose `exit.json` could not be renamed."""
         self._discarded_count = 0
@@ -87,10 +87,13 @@ class Journal:
     def open(self) -> None:
         """Raises AgentRunningError if another agent holds the lock, StoreCorruptError for an invalid file."""
         files.make_private_directory(self.jobs_dir)
-        self._lock = _acquire_lock(self.node_dir / "agent.lock")
-        fence = _read_record(self.node_dir / FENCE_FILE, _Fence) or _Fence()
+        self._lock = _lock_node_directory(self.node_dir / "agent.lock")
+        fence = (
+            _read_record_if_exists(self.node_dir / LEADER_TOKEN_FILE, _StoredLeaderToken)
+            or _StoredLeaderToken()
+        )
         self.leader_token = self._stored_leader_token = fence.leader_token
-        self.incarnation = _read_record(self.node_dir / "incarnation", int) or 0
+        self.incarnation = _read_record_if_exists(self.node_dir / "incarnation", int) or 0
 
     def close(self) -> None:
         """Idempotent."""
@@ -100,14 +103,14 @@ class Journal:
     def begin_incarnation(self) -> int:
         """Increments the incarnation durably and returns it. Raises StoreFullError."""
         incarnation = self.incarnation + 1
-        files.replace_or_overwrite(self.node_dir / "incarnation", str(incarnation).encode())
+        files.replace_or_overwrite_private_file(self.node_dir / "incarnation", str(incarnation).encode())
         self.incarnation = incarnation
         return incarnation
 
     def record_registration(self, controller: str, *, registered_at: float) -> None:
         """Writes the file by which the supervisor sees that this agent has registered."""
         body = {"incarnation": self.incarnation, "controller": controller, "at": registered_at}
-        files.replace_or_overwrite(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
+        files.replace_or_overwrite_private_file(self.node_dir / REGISTERED_FILE, json.dumps(body).encode())
 
     def accept_leader_token_and_check_new(self, leader_token: int, *, message_name: str) -> bool:
         """Remembers the highest leader token, in memory. Raises FencedError for a lower one.
@@ -129,8 +132,8 @@ class Journal:
     def store_leader_token(self) -> None:
         leader_token = self.leader_token
         if leader_token > self._stored_leader_token:
-            body = msgspec.json.encode(_Fence(leader_token=leader_token))
-            files.write_private(self.node_dir / FENCE_FILE, body)
+            body = msgspec.json.encode(_StoredLeaderToken(leader_token=leader_token))
+            files.write_private(self.node_dir / LEADER_TOKEN_FILE, body)
             self._stored_leader_token = leader_token
 
     # --- jobs -------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class Journal:
 
     def read_job_record(self, job_id: str) -> JobRecord | None:
         try:
-            return _read_record(self.job_dir(job_id) / "job.json", JobRecord)
+            return _read_record_if_exists(self.job_dir(job_id) / "job.json", JobRecord)
         except StoreCorruptError as error:
             _log.warning("ignoring the unreadable job record of %s: %s", job_id, error)
             return None
@@ -196,7 +199,7 @@ class Journal:
         except OSError as error:
             _log.warning("could not keep the logs of earlier runs of %s: %s", directory.name, error.strerror)
 
-    def write_exit(self, report: ExitReport) -> None:
+    def write_exit_record(self, report: ExitReport) -> None:
         """Writes the exit record where no shim has written it. Raises StoreFullError."""
         body = msgspec.json.encode(_ExitRecord(**msgspec.structs.asdict(report)))
         path = self.job_dir(report.job_id) / "exit.json"
@@ -209,7 +212,7 @@ class Journal:
 
     def read_exit_report(self, job_id: str) -> ExitReport | None:
         try:
-            found = _read_record(self.job_dir(job_id) / "exit.json", _ExitRecord)
+            found = _read_record_if_exists(self.job_dir(job_id) / "exit.json", _ExitRecord)
         except StoreCorruptError as error:
             _log.warning("ignoring the unreadable exit record of %s: %s", job_id, error)
             return None
@@ -227,7 +230,7 @@ class Journal:
         }
         return {job_id: report for job_id, report in found.items() if report is not None}
 
-    def mark_settled(self, job_ids: Iterable[str]) -> None:
+    def mark_exits_settled(self, job_ids: Iterable[str]) -> None:
         """Marks exits that the controller has stored. The directories stay until they are pruned."""
         moved = False
         for job_id in job_ids:
@@ -256,17 +259,17 @@ class Journal:
         if job_files.path_exists(directory):
             self._try_discard_directory(directory)
 
-    def discard_old_runs(
+    def discard_old_runs_and_list_discarded(
         self,
         *,
         kept_count: int,
         live_job_ids: Collection[str],
         sizes: Mapping[Path, RunDirectorySize] | None = None,
         bytes_max: int = 0,
-        missing_bytes: int = 0,
+        bytes_to_free: int = 0,
     ) -> list[Path]:
         """Moves the directories of settled jobs aside, except the newest `kept_count`. If the rest exceeds
-        `bytes_max`, or the disk misses `missing_bytes`, working directories follow, then logs, oldest first.
+        `bytes_max`, or the disk misses `bytes_to_free`, working directories follow, then logs, oldest first.
 
         `sizes` has what counts for that. Returns all directories that are to be removed.
         """
@@ -275,7 +278,7 @@ class Journal:
             self._try_discard_directory(directory)
         rest = [(path, size) for path in reversed(done[:kept_count]) if (size := (sizes or {}).get(path))]
         total_bytes = sum(size.work_dir_bytes + size.other_files_bytes for _, size in rest)
-        excess_bytes = max(total_bytes - bytes_max, missing_bytes)
+        excess_bytes = max(total_bytes - bytes_max, bytes_to_free)
         for path, size in rest:
             if excess_bytes > 0 and _is_real_directory(path / "work"):
                 modified_s = _modified_time_s(path)
@@ -287,7 +290,7 @@ class Journal:
                 self._try_discard_directory(path)
                 excess_bytes -= size.other_files_bytes
         self.has_discarded_directories = False
-        return [path for path in self.jobs_dir.iterdir() if path.name.startswith(_DISCARDED_PREFIX)]
+        return [path for path in self.jobs_dir.iterdir() if path.name.startswith(_DISCARDED_NAME_PREFIX)]
 
     def finished_run_directories(self, live_job_ids: Collection[str]) -> list[Path]:
         """Directories of jobs that have ended and are settled, newest first."""
@@ -303,13 +306,13 @@ class Journal:
         return sorted(done, key=_modified_time_s, reverse=True)
 
     def _job_directories(self) -> list[Path]:
-        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_DISCARDED_PREFIX)]
+        return [path for path in self.jobs_dir.iterdir() if not path.name.startswith(_DISCARDED_NAME_PREFIX)]
 
     def _try_discard_directory(self, directory: Path) -> Path | None:
         """Renames the directory, to be removed later. Returns the new path, None on failure."""
         while True:
             self._discarded_count += 1
-            name = f"{_DISCARDED_PREFIX}{directory.name}.{self.incarnation}.{self._discarded_count}"
+            name = f"{_DISCARDED_NAME_PREFIX}{directory.name}.{self.incarnation}.{self._discarded_count}"
             if not job_files.path_exists(self.jobs_dir / name):
                 break
         try:
@@ -331,7 +334,7 @@ def _to_optional_exit_report(record: _ExitRecord | None) -> ExitReport | None:
 
 
 def _to_exit_report(record: _ExitRecord) -> ExitReport:
-    reason = record.reason[:REASON_CHARS_MAX]
+    reason = record.reason[:EXIT_REASON_CHARS_MAX]
     if record.log_bytes_lost:
         reason += f"; {record.log_bytes_lost} bytes of its output were lost"
     return ExitReport(
@@ -363,7 +366,7 @@ def _modified_time_s(directory: Path) -> float:
         return 0.0
 
 
-def _acquire_lock(path: Path) -> files.FileLock:
+def _lock_node_directory(path: Path) -> files.FileLock:
     lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise AgentRunningError(
@@ -373,7 +376,7 @@ def _acquire_lock(path: Path) -> files.FileLock:
     return lock
 
 
-def _read_record(path: Path, record_type: type[_Struct]) -> _Struct | None:
+def _read_record_if_exists(path: Path, record_type: type[_Struct]) -> _Struct | None:
     try:
         return msgspec.json.decode(job_files.read_small_file(path), type=record_type)
     except FileNotFoundError:

@@ -35,7 +35,7 @@ from genie.processes import cgroups, files, process_table
 
 _log = logging.getLogger(__name__)
 
-SHIM_KILL_DELAY_S = 3.0
+SHIM_KILL_DELAY_AFTER_GRACE_S = 3.0
 """After the grace period, until a shim that has not ended its job is killed together with it."""
 SHIM_KILL_TIMEOUT_S = 1.0
 KILL_RETRY_INTERVAL_S = 1.0
@@ -78,8 +78,8 @@ class JobLauncher(Protocol):
         ...
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
-        """Ends a job; `take_exits` returns the report. Unknown jobs are ignored; repeated calls can only
-        shorten the grace period. None means that of the plan."""
+        """Ends a job; `take_exit_reports` returns the report. Unknown jobs are ignored; repeated calls can
+        only shorten the grace period. None means that of the plan."""
         ...
 
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
@@ -89,13 +89,13 @@ class JobLauncher(Protocol):
         """
         ...
 
-    def take_exits(self) -> list[ExitReport]:
+    def take_exit_reports(self) -> list[ExitReport]:
         """Returns new exits; `running_jobs_and_kill_errors` no longer contains these jobs. All of their
         processes have ended."""
         ...
 
-    async def wait_exit(self) -> None:
-        """Waits until `take_exits` may have a report."""
+    async def wait_for_exit_report(self) -> None:
+        """Waits until `take_exit_reports` may have a report."""
         ...
 
     def close(self) -> None:
@@ -150,21 +150,25 @@ class ShimLauncher:
         self._untaken_exits: list[ExitReport] = []
         self._has_untaken_exits = asyncio.Event()
         # Separate threads: a disk that blocks starts must not delay kills.
-        self._start_threads = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-starts")
-        self._end_threads = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-ends")
+        self._start_thread_pool = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-starts")
+        self._kill_thread_pool = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-ends")
         self._is_closed = False
 
     def kill_leftovers(self, jobs_dir: Path) -> int:
-        record = jobs_dir.parent / leftovers.GROUPS_FILE
-        parents = leftovers.read_recorded_groups(record) | (
+        record = jobs_dir.parent / leftovers.CONTROL_GROUPS_FILE
+        parents = leftovers.read_recorded_control_groups(record) | (
             {self._control_group} if self._control_group else set()
         )
-        groups = {path: _job_id_of_group(path) for parent in parents for path in cgroups.children(parent)}
+        groups = {
+            path: _job_id_of_control_group(path) for parent in parents for path in cgroups.children(parent)
+        }
         job_dirs = {path.parent for name in ("started", "exit") for path in jobs_dir.glob(f"*/{name}.json")}
         known = {
             mark: job_dir.name for job_dir in job_dirs for mark in leftovers.read_recorded_processes(job_dir)
         }
-        count, survivors = JobProcesses(jobs_dir, control_groups=groups, recorded_processes=known).kill_all()
+        count, survivors = JobProcesses(
+            jobs_dir, control_groups=groups, recorded_processes=known
+        ).kill_all_processes()
         for job_id in set(survivors.values()):
             rest = JobProcesses(
                 jobs_dir / job_id,
@@ -184,7 +188,7 @@ class ShimLauncher:
         assert plan.job_id not in self.running_jobs_and_kill_errors(), f"{plan.job_id} is already running"
         loop = asyncio.get_running_loop()
         starting = loop.run_in_executor(
-            self._start_threads, partial(self._start_shim, plan, deadman_expiry_s)
+            self._start_thread_pool, partial(self._start_shim, plan, deadman_expiry_s)
         )
         try:
             new = await asyncio.shield(starting)
@@ -194,14 +198,14 @@ class ShimLauncher:
         except (OSError, StoreFullError) as error:
             raise NodeUnfitError(f"cannot start the shim of {plan.job_id}: {error}") from error
         self._shims[plan.job_id] = new
-        loop.add_reader(new.control_socket, self._on_control_readable, plan.job_id)
+        loop.add_reader(new.control_socket, self._on_control_socket_readable, plan.job_id)
 
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
         line = b"r %.6f\n" % deadman_expiry_s
         for running_shim in self._shims.values():
             # A stopped shim that does not read misses this refresh; a later one supersedes it.
             if not running_shim.unsent_bytes:
-                self._send_command(running_shim, line)
+                self._send_control_line(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         running_shim = self._shims.get(job_id)
@@ -212,20 +216,23 @@ class ShimLauncher:
             running_shim.kill_reason = running_shim.kill_reason or reason
             running_shim.kill_sent_s, running_shim.kill_grace_s = time.monotonic(), grace_s
             running_shim.unsent_bytes += b"k %s\n" % json.dumps([reason, grace_s]).encode()
-        elif time.monotonic() > running_shim.kill_sent_s + running_shim.kill_grace_s + SHIM_KILL_DELAY_S:
+        elif (
+            time.monotonic()
+            > running_shim.kill_sent_s + running_shim.kill_grace_s + SHIM_KILL_DELAY_AFTER_GRACE_S
+        ):
             self._kill_shim_and_job(running_shim)
-        self._send_command(running_shim, b"")
+        self._send_control_line(running_shim, b"")
 
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
         running = {job_id: running_shim.unkillable_reason for job_id, running_shim in self._shims.items()}
         return running | {job_id: ending.unkillable_reason for job_id, ending in self._ending_jobs.items()}
 
-    def take_exits(self) -> list[ExitReport]:
+    def take_exit_reports(self) -> list[ExitReport]:
         ended, self._untaken_exits = self._untaken_exits, []
         self._has_untaken_exits.clear()
         return ended
 
-    async def wait_exit(self) -> None:
+    async def wait_for_exit_report(self) -> None:
         await self._has_untaken_exits.wait()
 
     def close(self) -> None:
@@ -233,23 +240,25 @@ class ShimLauncher:
         for running_shim in self._shims.values():
             asyncio.get_running_loop().remove_reader(running_shim.control_socket)
             running_shim.control_socket.close()
-            _wait_for_process(running_shim.process, timeout_s=0.0)
+            _reap_or_abandon_process(running_shim.process, timeout_s=0.0)
         for ending in self._ending_jobs.values():
             if ending.retry_timer is not None:
                 ending.retry_timer.cancel()
         self._shims.clear()
         self._ending_jobs.clear()
-        for threads in (self._start_threads, self._end_threads):
+        for threads in (self._start_thread_pool, self._kill_thread_pool):
             threads.shutdown(cancel_futures=True)
 
-    def _send_command(self, running_shim: _RunningShim, command_line: bytes) -> None:
-        data = running_shim.unsent_bytes + command_line
+    def _send_control_line(self, running_shim: _RunningShim, control_line: bytes) -> None:
+        data = running_shim.unsent_bytes + control_line
         try:
             running_shim.unsent_bytes = data[running_shim.control_socket.send(data) :] if data else b""
         except BlockingIOError:
             running_shim.unsent_bytes = data if running_shim.kill_reason else b""
         except OSError:
-            running_shim.unsent_bytes = b""  # the shim has ended; _on_control_readable reports the exit
+            running_shim.unsent_bytes = (
+                b""  # the shim has ended; _on_control_socket_readable reports the exit
+            )
 
     def _start_shim(self, plan: LaunchPlan, deadman_expiry_s: float) -> _RunningShim:
         """Runs on a thread."""
@@ -279,7 +288,7 @@ class ShimLauncher:
 
     # --- the end of a job -------------------------------------------------------------------
 
-    def _on_control_readable(self, job_id: str) -> None:
+    def _on_control_socket_readable(self, job_id: str) -> None:
         running_shim = self._shims[job_id]
         # Read to the end each time: lines that the shim left unread cause an error on the socket, which
         # uvloop reports once and then stops watching it.
@@ -312,7 +321,7 @@ class ShimLauncher:
                 self._untaken_exits.append(ending.exit_report)
                 self._has_untaken_exits.set()
 
-        asyncio.get_running_loop().run_in_executor(self._end_threads, end_job).add_done_callback(on_done)
+        asyncio.get_running_loop().run_in_executor(self._kill_thread_pool, end_job).add_done_callback(on_done)
 
     def _retry_kill_later(self, job_id: str, ending: _EndingJob, unkillable_reason: str) -> None:
         if ending.unkillable_reason != unkillable_reason:
@@ -339,13 +348,13 @@ class ShimLauncher:
             return
         _log.error("the shim of %s did not end its job; killing both", running_shim.job_id)
         running_shim.is_being_killed = True
-        work = partial(_kill_unresponsive_shim, running_shim)
-        asyncio.get_running_loop().run_in_executor(self._end_threads, work).add_done_callback(on_done)
+        work = partial(_kill_shim_and_describe_survivors, running_shim)
+        asyncio.get_running_loop().run_in_executor(self._kill_thread_pool, work).add_done_callback(on_done)
 
 
 def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) -> str:
     """Reads the exit record, and kills what the shim has left. Returns why the job has not ended."""
-    _wait_for_process(ended_shim.process, timeout_s=1.0)
+    _reap_or_abandon_process(ended_shim.process, timeout_s=1.0)
     try:
         ending.exit_report = parse_exit_record(ended_shim.received_bytes)
         survivors = leftovers.parse_survivors(ended_shim.received_bytes)
@@ -363,19 +372,19 @@ def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) 
 
 
 def _kill_and_describe_survivors(ending: _EndingJob, *, timeout_s: float) -> str:
-    _, survivors = ending.processes.kill_all(timeout_s=timeout_s)
+    _, survivors = ending.processes.kill_all_processes(timeout_s=timeout_s)
     if survivors:
         return leftovers.describe_survivors(survivors)
     ending.processes.remove_control_groups()
     return ""
 
 
-def _kill_unresponsive_shim(running_shim: _RunningShim) -> str:
+def _kill_shim_and_describe_survivors(running_shim: _RunningShim) -> str:
     directory, job_id = running_shim.plan.directory, running_shim.job_id
     running_shim.processes.recorded_processes |= dict.fromkeys(
         leftovers.read_recorded_processes(directory), job_id
     )
-    _, survivors = running_shim.processes.kill_all(timeout_s=SHIM_KILL_TIMEOUT_S)
+    _, survivors = running_shim.processes.kill_all_processes(timeout_s=SHIM_KILL_TIMEOUT_S)
     return leftovers.describe_survivors(survivors) if survivors else ""
 
 
@@ -399,10 +408,10 @@ def _kill_shim_of_cancelled_start(starting: asyncio.Future[_RunningShim]) -> Non
         new = starting.result()
         new.control_socket.close()
         new.process.kill()
-        _wait_for_process(new.process, timeout_s=0.1)
+        _reap_or_abandon_process(new.process, timeout_s=0.1)
 
 
-def _wait_for_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
+def _reap_or_abandon_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
     try:
         process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -412,7 +421,7 @@ def _wait_for_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> 
         process_table.children_in_own_sessions.discard(process.pid)
 
 
-def _job_id_of_group(path: str) -> str:
+def _job_id_of_control_group(path: str) -> str:
     """The job ID of a control group, which is named JOB_ID.EPOCH."""
     return os.path.basename(path).rpartition(".")[0]  # noqa: PTH119
 

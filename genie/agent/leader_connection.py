@@ -34,12 +34,12 @@ from genie.runtime.network import ClientTls, Network
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-BACKOFF_S_MIN = 0.05
+RECONNECT_BACKOFF_S_MIN = 0.05
 CONTROLLERS_MAX = 16
-CLIENT_PROGRAM = "agent"
+PROGRAM_NAME_IN_HELLO = "agent"
 
 
-class _AttemptOutcome(enum.Enum):
+class _ConnectAttemptOutcome(enum.Enum):
     SERVED = enum.auto()
     NOT_LEADING = enum.auto()
     UNKNOWN = enum.auto()
@@ -47,7 +47,8 @@ class _AttemptOutcome(enum.Enum):
 
 
 class LeaderConnection:
-    """Reconnects with backoff. `apply_registration` and `replace_access` apply from the next connection."""
+    """Reconnects with backoff. `apply_registration_reply` and `replace_access` apply from the next
+    connection."""
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class LeaderConnection:
         self._rng = rng
         self._handler = handler
         self._peer: rpc.Peer | None = None
-        self._timeout_s = timeout_s
-        self._backoff_s_max = backoff_s_max
-        self._rejection_by_endpoint: dict[tuple[str, int], str] = {}
+        self._connect_timeout_s = timeout_s
+        self._reconnect_backoff_s_max = backoff_s_max
+        self._rejection_reason_by_endpoint: dict[tuple[str, int], str] = {}
         """Why controllers that claim to lead were rejected."""
         self._has_registered_once = False
         """From then on every error except FencedError is retried."""
@@ -81,14 +82,14 @@ class LeaderConnection:
     def is_connected(self) -> bool:
         return self._peer is not None and not self._peer.is_closed
 
-    def apply_registration(
+    def apply_registration_reply(
         self, endpoints: tuple[tuple[str, int], ...], *, timeout_s: float, backoff_s_max: float
     ) -> None:
         """Applies what the leader returned. `timeout_s` is for connecting and the handshake."""
-        self._rejection_by_endpoint.pop(self.endpoints[0], None)
+        self._rejection_reason_by_endpoint.pop(self.endpoints[0], None)
         self.endpoints = endpoints
-        self._timeout_s = timeout_s
-        self._backoff_s_max = backoff_s_max
+        self._connect_timeout_s = timeout_s
+        self._reconnect_backoff_s_max = backoff_s_max
         self._has_registered_once = True
 
     def replace_access(self, access: Access) -> None:
@@ -118,7 +119,7 @@ class LeaderConnection:
         async with rpc.dial(self._network, host, port, tls=tls, timeout_s=timeout_s) as peer:
             return await peer.call(request, timeout_s=timeout_s)
 
-    async def serve_leaders(
+    async def keep_connected_to_leader(
         self, serve: Callable[[rpc.Peer], Awaitable[None]], on_no_leader: Callable[[float], None]
     ) -> None:
         """Runs until cancelled. `serve` gets a connection to a leader and returns when it no longer leads.
@@ -126,35 +127,37 @@ class LeaderConnection:
         Raises FencedError, and until the first registration every error that is not retryable (token,
         certificate, version).
         """
-        delay_s = BACKOFF_S_MIN
+        delay_s = RECONNECT_BACKOFF_S_MIN
         while True:
             began_s = self._clock.monotonic_s()
-            outcomes = await self._try_endpoints(serve)
-            if _AttemptOutcome.SERVED in outcomes:
-                if self._clock.monotonic_s() - began_s > self._backoff_s_max:
-                    delay_s = BACKOFF_S_MIN
-            elif _AttemptOutcome.UNKNOWN not in outcomes:
+            outcomes = await self._try_all_controllers(serve)
+            if _ConnectAttemptOutcome.SERVED in outcomes:
+                if self._clock.monotonic_s() - began_s > self._reconnect_backoff_s_max:
+                    delay_s = RECONNECT_BACKOFF_S_MIN
+            elif _ConnectAttemptOutcome.UNKNOWN not in outcomes:
                 on_no_leader(began_s)
             await self._clock.sleep(delay_s * self._rng.uniform(0.5, 1.0))
-            delay_s = min(delay_s * 2, self._backoff_s_max)
+            delay_s = min(delay_s * 2, self._reconnect_backoff_s_max)
 
-    async def _try_endpoints(self, serve: Callable[[rpc.Peer], Awaitable[None]]) -> list[_AttemptOutcome]:
+    async def _try_all_controllers(
+        self, serve: Callable[[rpc.Peer], Awaitable[None]]
+    ) -> list[_ConnectAttemptOutcome]:
         """Tries all known controllers, those that were rejected as outdated only if no other one leads: they
         would claim to lead every time."""
-        rejected = [one for one in self.endpoints if one in self._rejection_by_endpoint]
-        others = [one for one in self.endpoints if one not in self._rejection_by_endpoint]
-        outcomes = await self._try_together(others, serve)
-        if rejected and _AttemptOutcome.SERVED not in outcomes:
-            outcomes += await self._try_together(rejected, serve)
+        rejected = [one for one in self.endpoints if one in self._rejection_reason_by_endpoint]
+        others = [one for one in self.endpoints if one not in self._rejection_reason_by_endpoint]
+        outcomes = await self._try_controllers_concurrently(others, serve)
+        if rejected and _ConnectAttemptOutcome.SERVED not in outcomes:
+            outcomes += await self._try_controllers_concurrently(rejected, serve)
         return outcomes
 
-    async def _try_together(
+    async def _try_controllers_concurrently(
         self, endpoints: Sequence[tuple[str, int]], serve: Callable[[rpc.Peer], Awaitable[None]]
-    ) -> list[_AttemptOutcome]:
+    ) -> list[_ConnectAttemptOutcome]:
         """Tries these controllers at the same time, and serves the first one that leads. Raises an error
         that is final, if no other one leads."""
-        attempts: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
-        claimed: list[asyncio.Task[_AttemptOutcome | GenieError]] = []
+        attempts: list[asyncio.Task[_ConnectAttemptOutcome | GenieError]] = []
+        claimed: list[asyncio.Task[_ConnectAttemptOutcome | GenieError]] = []
 
         def claim() -> bool:
             """Whether the calling attempt is the first one that found a leader. Ends the other attempts."""
@@ -169,37 +172,37 @@ class LeaderConnection:
 
         async with unwrapped_task_group() as group:
             attempts += [
-                group.create_task(self._try_endpoint(endpoint, serve, claim)) for endpoint in endpoints
+                group.create_task(self._try_controller(endpoint, serve, claim)) for endpoint in endpoints
             ]
         # The error of a controller that leads is raised rather than that of another one.
         attempts.sort(key=lambda attempt: attempt not in claimed)
         results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
-        outcomes = [result for result in results if isinstance(result, _AttemptOutcome)]
+        outcomes = [result for result in results if isinstance(result, _ConnectAttemptOutcome)]
         final = [result for result in results if isinstance(result, GenieError)]
-        if final and _AttemptOutcome.SERVED not in outcomes:
+        if final and _ConnectAttemptOutcome.SERVED not in outcomes:
             raise final[0]
         return outcomes
 
-    def _add_endpoints(self, controllers: tuple[str, ...]) -> None:
+    def _add_controllers(self, controllers: tuple[str, ...]) -> None:
         """Adds the controllers that a controller knows of. Removes none."""
         found = (parse_endpoint(text) for text in controllers[:CONTROLLERS_MAX])
         self.endpoints = tuple(dict.fromkeys((*self.endpoints, *found)))[:CONTROLLERS_MAX]
 
-    def _reject_outdated_leader(self, endpoint: tuple[str, int], error: OutdatedLeaderError) -> None:
+    def _record_outdated_leader(self, endpoint: tuple[str, int], error: OutdatedLeaderError) -> None:
         """Logs each reason once."""
-        if self._rejection_by_endpoint.get(endpoint) == str(error):
+        if self._rejection_reason_by_endpoint.get(endpoint) == str(error):
             return
-        if len(self._rejection_by_endpoint) >= CONTROLLERS_MAX:
-            self._rejection_by_endpoint.clear()
-        self._rejection_by_endpoint[endpoint] = str(error)
+        if len(self._rejection_reason_by_endpoint) >= CONTROLLERS_MAX:
+            self._rejection_reason_by_endpoint.clear()
+        self._rejection_reason_by_endpoint[endpoint] = str(error)
         _log.warning("controller %s is not accepted: %s", address_text(*endpoint), error)
 
-    async def _try_endpoint(
+    async def _try_controller(
         self,
         endpoint: tuple[str, int],
         serve: Callable[[rpc.Peer], Awaitable[None]],
         claim: Callable[[], bool],
-    ) -> _AttemptOutcome | GenieError:
+    ) -> _ConnectAttemptOutcome | GenieError:
         """Serves the controller if it leads and `claim` allows it. Returns an error that is final."""
         host, port = endpoint
         served = False
@@ -207,34 +210,34 @@ class LeaderConnection:
             async with connect_authenticated(
                 self._network,
                 replace(self.access, host=host, port=port),
-                timeout_s=self._timeout_s,
-                program=CLIENT_PROGRAM,
+                timeout_s=self._connect_timeout_s,
+                program=PROGRAM_NAME_IN_HELLO,
                 requests=AGENT_REQUESTS,
                 handler=self._handler,
             ) as (peer, welcome):
-                self._add_endpoints(welcome.controllers)
+                self._add_controllers(welcome.controllers)
                 if not welcome.leading:
-                    return _AttemptOutcome.NOT_LEADING
+                    return _ConnectAttemptOutcome.NOT_LEADING
                 if not claim():
-                    return _AttemptOutcome.UNKNOWN
+                    return _ConnectAttemptOutcome.UNKNOWN
                 served = True
-                await self._serve_claimed(endpoint, peer, serve)
+                await self._serve_claimed_leader(endpoint, peer, serve)
         except OutdatedLeaderError as error:
-            self._reject_outdated_leader(endpoint, error)
-            return _AttemptOutcome.UNKNOWN
+            self._record_outdated_leader(endpoint, error)
+            return _ConnectAttemptOutcome.UNKNOWN
         except (NotLeaderError, NothingListensError) as error:
             _log.debug("no leader at %s: %s", address_text(host, port), error)
-            return _AttemptOutcome.SERVED if served else _AttemptOutcome.NOT_LEADING
+            return _ConnectAttemptOutcome.SERVED if served else _ConnectAttemptOutcome.NOT_LEADING
         except FencedError:
             raise
         except GenieError as error:
             if not error.retryable and not self._has_registered_once:
                 return error
             _log.warning("connection to controller %s failed: %s", address_text(host, port), error)
-            return _AttemptOutcome.SERVED if served else _AttemptOutcome.UNKNOWN
-        return _AttemptOutcome.SERVED
+            return _ConnectAttemptOutcome.SERVED if served else _ConnectAttemptOutcome.UNKNOWN
+        return _ConnectAttemptOutcome.SERVED
 
-    async def _serve_claimed(
+    async def _serve_claimed_leader(
         self, endpoint: tuple[str, int], peer: rpc.Peer, serve: Callable[[rpc.Peer], Awaitable[None]]
     ) -> None:
         self._peer = peer

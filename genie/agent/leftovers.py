@@ -27,12 +27,12 @@ from genie.processes.process_identity import ProcessIdentity
 _log = logging.getLogger(__name__)
 
 JOB_DIR_VARIABLE = "GENIE_JOB_DIR"
-GROUP_PREFIX = "genie-"
-GROUPS_FILE = "cgroups"
-KILL_TIMEOUT_S = 2.0
-PROCESSES_SHOWN_MAX = 5
-_RECHECK_S_MIN = 0.02
-_RECHECK_S_MAX = 0.2
+CONTROL_GROUP_PREFIX = "genie-"
+CONTROL_GROUPS_FILE = "cgroups"
+LEFTOVERS_KILL_TIMEOUT_S = 2.0
+SURVIVORS_SHOWN_MAX = 5
+_KILL_RECHECK_INTERVAL_S_MIN = 0.02
+_KILL_RECHECK_INTERVAL_S_MAX = 0.2
 
 JobIdByProcess = dict[ProcessIdentity, str]
 """Processes that could not be killed, with the IDs of their jobs."""
@@ -55,14 +55,16 @@ class JobProcesses:
         """Whether a control group has a process."""
         return any(cgroups.processes(path) for path in self.control_groups)
 
-    def kill_all(self, *, timeout_s: float = KILL_TIMEOUT_S) -> tuple[int, JobIdByProcess]:
+    def kill_all_processes(
+        self, *, timeout_s: float = LEFTOVERS_KILL_TIMEOUT_S
+    ) -> tuple[int, JobIdByProcess]:
         """Kills them. Returns their number and the survivors.
 
         Blocks. Repeats until none is found, to include processes that start meanwhile.
         """
         seen: set[ProcessIdentity] = set()
         deadline = time.monotonic() + timeout_s
-        step_s = _RECHECK_S_MIN
+        step_s = _KILL_RECHECK_INTERVAL_S_MIN
         while True:
             alive = self._find_processes()
             seen |= alive.keys()
@@ -76,7 +78,7 @@ class JobProcesses:
             if not alive or time.monotonic() >= deadline:
                 return len(seen), alive
             time.sleep(step_s)
-            step_s = min(2 * step_s, _RECHECK_S_MAX)
+            step_s = min(2 * step_s, _KILL_RECHECK_INTERVAL_S_MAX)
 
     def remove_control_groups(self) -> None:
         for path in self.control_groups:
@@ -84,7 +86,11 @@ class JobProcesses:
                 _log.info("could not remove the control group %s", path)
 
     def _find_processes(self) -> JobIdByProcess:
-        found = self.recorded_processes | _find_by_environment(self.directory) | self.find_orphans()
+        found = (
+            self.recorded_processes
+            | _find_processes_by_job_dir_variable(self.directory)
+            | self.find_orphans()
+        )
         for path, job_id in self.control_groups.items():
             found |= {ProcessIdentity(pid, start): job_id for pid, start in cgroups.processes(path).items()}
         # Never this process nor its children: a job can write anything into its start record.
@@ -147,19 +153,19 @@ def find_adopted_orphans() -> list[ProcessIdentity]:
     return found
 
 
-def read_recorded_groups(record_path: Path) -> set[str]:
+def read_recorded_control_groups(record_path: Path) -> set[str]:
     """Control groups that earlier agents of this node have used for jobs; empty if unknown."""
     try:
         lines = files.read_small_file(record_path).splitlines()
     except (OSError, UnicodeDecodeError):
         return set()
-    return {line for line in lines if Path(line).name.startswith(GROUP_PREFIX)}
+    return {line for line in lines if Path(line).name.startswith(CONTROL_GROUP_PREFIX)}
 
 
 def record_control_groups(record_path: Path, groups: set[str]) -> None:
     """Records the control groups for the next agent of this node, which may be started in another one."""
     try:
-        if groups != read_recorded_groups(record_path):
+        if groups != read_recorded_control_groups(record_path):
             files.write_private(record_path, "".join(f"{path}\n" for path in sorted(groups)).encode())
     except StoreFullError as error:
         _log.warning("could not record the control groups of jobs: %s", error)
@@ -170,9 +176,9 @@ def describe_survivors(survivors: Iterable[ProcessIdentity]) -> str:
     pids = sorted(mark.pid for mark in survivors)
     shown = [
         str(pid) + (" (uninterruptible)" if _is_in_uninterruptible_sleep(pid) else "")
-        for pid in pids[:PROCESSES_SHOWN_MAX]
+        for pid in pids[:SURVIVORS_SHOWN_MAX]
     ]
-    more = f" and {len(pids) - PROCESSES_SHOWN_MAX} more" if len(pids) > PROCESSES_SHOWN_MAX else ""
+    more = f" and {len(pids) - SURVIVORS_SHOWN_MAX} more" if len(pids) > SURVIVORS_SHOWN_MAX else ""
     noun = "process" if len(pids) == 1 else "processes"
     return f"cannot kill {noun} {', '.join(shown)}{more}"
 
@@ -181,7 +187,7 @@ def _is_in_uninterruptible_sleep(pid: int) -> bool:
     return "D" in process_table.thread_states(pid)
 
 
-def _find_by_environment(directory: Path) -> JobIdByProcess:
+def _find_processes_by_job_dir_variable(directory: Path) -> JobIdByProcess:
     prefix = f"{directory}{os.sep}"
     found: JobIdByProcess = {}
     for process in psutil.process_iter():

@@ -27,8 +27,8 @@ from genie.runtime import tls
 
 _Reply = TypeVar("_Reply", bound=Message)
 
-ENDPOINT_FILE = "endpoint.json"
-STATUS_FILE = "executor.status"
+EXECUTOR_ENDPOINT_FILE = "endpoint.json"
+EXECUTOR_STATUS_FILE = "executor.status"
 EXECUTOR_IDLE_TIMEOUT_S = 60.0
 EXECUTOR_BUSY_WAIT_US = 20_000
 """How long an executor with a GPU busy-waits for the next frame of its client."""
@@ -39,7 +39,7 @@ _EXECUTOR_CONFIG_FILE = "executor.json"
 _RENDEZVOUS_PORT_FIRST, _RENDEZVOUS_PORT_COUNT = 20_000, 10_000
 
 
-class CallController(Protocol):
+class CallLeaderWithRetries(Protocol):
     """Sends a request to the controller, with retries."""
 
     async def __call__(self, request: Request[_Reply]) -> _Reply: ...
@@ -55,7 +55,7 @@ def job_environment(
     if len(launch.hosts) > 1:
         env |= _rendezvous_variables(launch)
     env |= launch.spec.env
-    env |= _device_variables(launch, node.gpus)
+    env |= _visible_device_variables(launch, node.gpus)
     env["GENIE_JOB_ID"] = parse_worker_name(launch.job_id)[0]
     env["GENIE_JOB_RANK"] = str(launch.rank)
     env["GENIE_JOB_WORKERS"] = str(max(len(launch.hosts), 1))
@@ -78,7 +78,9 @@ def _rendezvous_variables(launch: Launch) -> dict[str, str]:
     }
 
 
-async def fetch_workdir(call: CallController, workdir: Workdir, directory: Path, *, offload: Offload) -> None:
+async def fetch_and_unpack_workdir(
+    call: CallLeaderWithRetries, workdir: Workdir, directory: Path, *, offload: Offload
+) -> None:
     """Downloads the working directory, verifies its digest and unpacks it."""
     packed = directory / "workdir.tar"
     hasher = hashlib.sha256()
@@ -92,7 +94,7 @@ async def fetch_workdir(call: CallController, workdir: Workdir, directory: Path,
         received_bytes += len(chunk.data)
     if hasher.hexdigest() != workdir.digest:
         raise WorkdirError("the uploaded working directory is damaged: its digest does not match")
-    await offload(partial(_unpack_archive, packed, directory / "work"), writes=True)
+    await offload(partial(_unpack_and_remove_archive, packed, directory / "work"), writes=True)
 
 
 def _append_to_file(path: Path, data: bytes) -> None:
@@ -100,7 +102,7 @@ def _append_to_file(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def _unpack_archive(archive: Path, directory: Path) -> None:
+def _unpack_and_remove_archive(archive: Path, directory: Path) -> None:
     try:
         workdir.unpack(archive, directory)
     finally:
@@ -115,7 +117,7 @@ def job_command(launch: Launch) -> tuple[str, ...]:
 
 
 async def prepare_executor(
-    call: CallController,
+    call: CallLeaderWithRetries,
     launch: Launch,
     *,
     directory: Path,
@@ -139,8 +141,8 @@ async def prepare_executor(
     path = directory / _EXECUTOR_CONFIG_FILE
     config = executor_config.ExecutorConfig(
         job_id=launch.job_id,
-        endpoint_path=str(directory / ENDPOINT_FILE),
-        status_path=str(directory / STATUS_FILE),
+        endpoint_path=str(directory / EXECUTOR_ENDPOINT_FILE),
+        status_path=str(directory / EXECUTOR_STATUS_FILE),
         ticket_sha256=launch.ticket_sha256,
         listen_host=listen_host,
         server_name=tls.executor_certificate_name(launch.job_id),
@@ -161,7 +163,7 @@ async def prepare_executor(
 def read_executor_port(directory: Path) -> int | None:
     """Returns the port of the executor; None until it listens. Blocks."""
     try:
-        port = json.loads(job_files.read_small_file(directory / ENDPOINT_FILE))["port"]
+        port = json.loads(job_files.read_small_file(directory / EXECUTOR_ENDPOINT_FILE))["port"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -174,7 +176,7 @@ def read_executor_port(directory: Path) -> int | None:
 def read_executor_status(directory: Path) -> str:
     """Returns the status that an executor writes before it listens; empty if there is none. Blocks."""
     try:
-        return job_files.read_small_file(directory / STATUS_FILE).decode("utf-8", "replace")
+        return job_files.read_small_file(directory / EXECUTOR_STATUS_FILE).decode("utf-8", "replace")
     except OSError:
         return ""
 
@@ -185,7 +187,7 @@ def remove_executor_secrets(directory: Path) -> None:
         job_files.try_unlink(directory / name)
 
 
-def _device_variables(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
+def _visible_device_variables(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:
     held = [gpu for gpu in infos if gpu.gpu_id in launch.placement.gpu_ids]
     vendors = {gpu.vendor for gpu in held} or {Vendor.CPU}
     if len(held) != len(launch.placement.gpu_ids) or len(vendors) != 1:

@@ -32,14 +32,14 @@ else:  # started as a file, isolated from Genie's own path
     cgroups = importlib.import_module("cgroups")
 
 OUTPUT_READ_BYTES = 65536
-COMMAND_BYTES_MAX = 65536
+CONTROL_LINE_BYTES_MAX = 65536
 EXIT_RECORD_RESERVED_BYTES = 4096
-KILL_INTERVAL_S = 0.05
-KILL_TIMEOUT_S = 10.0
+SIGKILL_REPEAT_INTERVAL_S = 0.05
+DESCENDANTS_KILL_TIMEOUT_S = 10.0
 OUTPUT_DRAIN_TIMEOUT_S = 1.0
 PROGRAM_CHARS_SHOWN = 100
 SURVIVORS_RECORDED_MAX = 20
-SHELL_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
+SHELL_SYNTAX_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -114,14 +114,14 @@ class Shim:
         self._config = config
         self._control_fd = int(config["control_fd"])
         self._control_group = str(config["group"])
-        self._log = RotatingJobLog(
+        self._job_log = RotatingJobLog(
             config["log_dir"], file_bytes_max=config["log_bytes_max"], files_max=config["log_files_max"]
         )
         self._deadman_expiry_s = _monotonic_to_boot_s(float(config["until_s"]))
-        self._command: subprocess.Popen[bytes] | None = None
+        self._job_process: subprocess.Popen[bytes] | None = None
         self._output_fd = -1
-        self._command_wait_status: int | None = None
-        self._received_bytes = b""
+        self._job_wait_status: int | None = None
+        self._partial_control_line = b""
         self._end_reason = ""
         self._kill_deadline_s = 0.0
         self._signal_read_fd, self._signal_write_fd = os.pipe()
@@ -136,24 +136,24 @@ class Shim:
         self._output_fd, output = os.pipe()
         os.set_blocking(self._output_fd, False)
         try:
-            self._command = self._start_command(output)
+            self._job_process = self._start_job_process(output)
         except subprocess.SubprocessError:  # raised by _prepare_job_process
             reason = f"could not move the job into the control group {self._control_group}"
-            self._write_exit(None, reason, started=False, is_caused_by_node=True)
+            self._write_and_send_exit_record(None, reason, started=False, is_caused_by_node=True)
             return
         except (OSError, ValueError) as error:
-            self._write_exit(None, self._format_start_error(error), started=False)
+            self._write_and_send_exit_record(None, self._format_start_error(error), started=False)
             return
         finally:
             os.close(output)
-        self._write_start_record(self._command.pid)
-        while self._command_wait_status is None:
-            self._poll_once()
-        self._end_descendants()
+        self._write_start_record(self._job_process.pid)
+        while self._job_wait_status is None:
+            self._handle_events_once()
+        self._kill_descendants_until_none_left()
         self._drain_output()
-        self._write_exit(*self._exit_status())
+        self._write_and_send_exit_record(*self._exit_code_and_reason())
 
-    def _start_command(self, output_fd: int) -> subprocess.Popen[bytes]:
+    def _start_job_process(self, output_fd: int) -> subprocess.Popen[bytes]:
         if self._deadman_remaining_s() <= 0:
             raise ValueError("the dead-man timer expired before the start")
         return subprocess.Popen(
@@ -174,7 +174,7 @@ class Shim:
         place = os.path.join(self._config["cwd"], program)  # noqa: PTH118
         if isinstance(error, FileNotFoundError) and not os.path.lexists(place):
             reason = "no such program on this node"
-        if SHELL_CHARACTERS.intersection(program):
+        if SHELL_SYNTAX_CHARACTERS.intersection(program):
             reason += "; a command with shell syntax needs sh -c '...'"
         return f"cannot start {program[:PROGRAM_CHARS_SHOWN]!r}: {reason}"
 
@@ -195,7 +195,7 @@ class Shim:
 
     # --- main loop --------------------------------------------------------------------------
 
-    def _poll_once(self) -> None:
+    def _handle_events_once(self) -> None:
         poll = select.poll()
         for fd in (self._signal_read_fd, self._control_fd, self._output_fd):
             if fd >= 0:
@@ -204,7 +204,7 @@ class Shim:
             if fd == self._signal_read_fd:
                 self._read_signals()
             elif fd == self._control_fd:
-                self._read_commands()
+                self._read_control_lines()
             else:
                 self._read_output()
         self._reap_children()
@@ -215,7 +215,7 @@ class Shim:
             return min(
                 max(
                     min(self._kill_deadline_s - time.monotonic(), self._deadman_remaining_s()),
-                    KILL_INTERVAL_S,
+                    SIGKILL_REPEAT_INTERVAL_S,
                 ),
                 1.0,
             )
@@ -225,7 +225,7 @@ class Shim:
         return self._deadman_expiry_s - _seconds_since_boot()
 
     def _enforce_deadlines(self) -> None:
-        if self._command_wait_status is not None:
+        if self._job_wait_status is not None:
             return
         if self._deadman_remaining_s() <= 0:  # also while ending: the grace period may be shorter now
             why = (
@@ -241,14 +241,14 @@ class Shim:
             self._kill_deadline_s = min(self._kill_deadline_s, kill_at)
             return
         self._reap_children()
-        if self._command_wait_status is not None:
+        if self._job_wait_status is not None:
             return  # it ended by itself first; the record will say so
         self._end_reason, self._kill_deadline_s = reason, kill_at
-        assert self._command is not None
+        assert self._job_process is not None
         for number in (signal.SIGTERM, signal.SIGCONT):
             try:
                 # Safe: the process is not reaped yet, so its ID cannot be reused.
-                os.killpg(self._command.pid, number)
+                os.killpg(self._job_process.pid, number)
             except (ProcessLookupError, PermissionError):
                 pass
 
@@ -258,7 +258,7 @@ class Shim:
                 "ended by Genie: the shim received SIGTERM", grace_s=self._config["grace_s"]
             )
 
-    def _read_commands(self) -> None:
+    def _read_control_lines(self) -> None:
         try:
             data = os.read(self._control_fd, OUTPUT_READ_BYTES)
         except BlockingIOError:
@@ -270,12 +270,12 @@ class Shim:
             os.close(self._control_fd)
             self._control_fd = -1
             return
-        *lines, self._received_bytes = (self._received_bytes + data).split(b"\n")
-        self._received_bytes = self._received_bytes[-COMMAND_BYTES_MAX:]
+        *lines, self._partial_control_line = (self._partial_control_line + data).split(b"\n")
+        self._partial_control_line = self._partial_control_line[-CONTROL_LINE_BYTES_MAX:]
         for line in lines:
-            self._handle_command(line)
+            self._handle_control_line(line)
 
-    def _handle_command(self, line: bytes) -> None:
+    def _handle_control_line(self, line: bytes) -> None:
         order, _, rest = line.partition(b" ")
         try:
             if order == b"r":
@@ -292,7 +292,7 @@ class Shim:
         except BlockingIOError:
             return
         if data:
-            self._log.write(data)
+            self._job_log.write(data)
         else:
             os.close(self._output_fd)
             self._output_fd = -1
@@ -306,26 +306,26 @@ class Shim:
                 return False
             if pid == 0:
                 return True
-            if self._command is not None and pid == self._command.pid:
-                self._command_wait_status = status
-                self._command.returncode = 0  # reaped here, so that Popen does not wait for it
+            if self._job_process is not None and pid == self._job_process.pid:
+                self._job_wait_status = status
+                self._job_process.returncode = 0  # reaped here, so that Popen does not wait for it
 
     # --- the end ----------------------------------------------------------------------------
 
-    def _exit_status(self) -> tuple[int | None, str]:
-        assert self._command_wait_status is not None
+    def _exit_code_and_reason(self) -> tuple[int | None, str]:
+        assert self._job_wait_status is not None
         if self._end_reason:
             return None, self._end_reason
-        if os.WIFSIGNALED(self._command_wait_status):
-            number = os.WTERMSIG(self._command_wait_status)
+        if os.WIFSIGNALED(self._job_wait_status):
+            number = os.WTERMSIG(self._job_wait_status)
             return -number, f"killed by signal {number}"
-        code = os.WEXITSTATUS(self._command_wait_status)
+        code = os.WEXITSTATUS(self._job_wait_status)
         return code, f"exit code {code}"
 
     def _kill_descendants(self) -> None:
-        if self._command is not None and self._command_wait_status is None:
+        if self._job_process is not None and self._job_wait_status is None:
             try:
-                os.killpg(self._command.pid, signal.SIGKILL)
+                os.killpg(self._job_process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
         for pid, mark in process_table.descendant_start_marks(os.getpid()).items():
@@ -337,16 +337,16 @@ class Shim:
         survivors = process_table.descendant_start_marks(os.getpid()) if self._reap_children() else {}
         return survivors | (cgroups.processes(self._control_group) if self._control_group else {})
 
-    def _end_descendants(self) -> None:
+    def _kill_descendants_until_none_left(self) -> None:
         """Kills what the command left running. As subreaper the shim becomes the parent of all orphans."""
-        deadline = time.monotonic() + KILL_TIMEOUT_S
+        deadline = time.monotonic() + DESCENDANTS_KILL_TIMEOUT_S
         while self._find_survivors() and time.monotonic() < deadline:
             self._kill_descendants()
             poll = select.poll()
             poll.register(self._signal_read_fd, select.POLLIN)
             if self._output_fd >= 0:
                 poll.register(self._output_fd, select.POLLIN)
-            for fd, _ in poll.poll(KILL_INTERVAL_S * 1000):
+            for fd, _ in poll.poll(SIGKILL_REPEAT_INTERVAL_S * 1000):
                 if fd == self._signal_read_fd:
                     os.read(self._signal_read_fd, 512)
                 else:
@@ -361,9 +361,9 @@ class Shim:
             if not poll.poll(0):
                 break
             self._read_output()
-        self._log.close()
+        self._job_log.close()
 
-    def _write_exit(
+    def _write_and_send_exit_record(
         self, exit_code: int | None, reason: str, *, started: bool = True, is_caused_by_node: bool = False
     ) -> None:
         record = {
@@ -373,7 +373,7 @@ class Shim:
             "reason": reason[:500],
             "ended_at": time.time(),
             "started": started,
-            "log_bytes_lost": self._log.lost_bytes,
+            "log_bytes_lost": self._job_log.lost_bytes,
             "by_node": is_caused_by_node,
             "survivors": list(self._find_survivors().items())[:SURVIVORS_RECORDED_MAX],
         }

@@ -173,7 +173,7 @@ def _check_scheduler_library() -> CheckOutcome:
 
 
 def _check_control_groups() -> CheckOutcome:
-    group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_groups())
+    group = cgroups.find_usable(f"genie-doctor-{os.getpid()}", cgroups.own_control_groups())
     if group is None:
         return CheckOutcome(
             name="control groups",

@@ -34,7 +34,7 @@ from genie.errors import GenieError, StoreError
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
-from genie.processes.file_limit import raise_file_limit
+from genie.processes.file_limit import raise_open_file_limit
 from genie.processes.tasks import (
     file_io_threads,
     loop_factory,
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _run(settings: config.Settings) -> None:
-    raise_file_limit(open_file_limit_for(CONNECTIONS_MAX))
+    raise_open_file_limit(open_file_limit_for(CONNECTIONS_MAX))
     check_bind_address(settings.controller)
     check_failure_timeouts(settings.controller)
     clock = SystemClock()

@@ -14,7 +14,7 @@ from genie.model.job import JobSpec
 from genie.model.messages import Message
 from genie.model.tenant import Identity, TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
-from genie.runtime.rpc import CLUSTER_PEER_IN_FLIGHT_MAX, Peer
+from genie.runtime.rpc import CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX, Peer
 from genie.runtime.wire import FRAME_BYTES_MAX
 
 CONNECTIONS_PER_TOKEN_MAX = {
@@ -53,7 +53,7 @@ class Connection:
         self.peer.channel.set_authenticated()
         self.peer.channel.set_frame_limit(FRAME_BYTES_MAX)
         if identity.kind is TokenKind.NODE:
-            self.peer.set_in_flight_max(CLUSTER_PEER_IN_FLIGHT_MAX)
+            self.peer.set_in_flight_max(CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)
 
     def check_spec_once(self, spec: JobSpec) -> JobSpec:
         """Return `spec` after check_job. Equal specs in a row are checked once and share one object."""

@@ -65,7 +65,7 @@ from genie.model.names import address_text
 from genie.model.node import NodeStatus
 from genie.processes import files, memory
 from genie.processes.clock import Clock
-from genie.processes.file_limit import get_file_limit
+from genie.processes.file_limit import get_open_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline
 from genie.runtime.connection_limits import (
     CONNECTIONS_WARNING_THRESHOLD,
@@ -138,7 +138,7 @@ class Controller:
             health=self._store_health,
             instance=instance,
         )
-        files_max = get_file_limit()
+        files_max = get_open_file_limit()
         self._open_files_alarm = _file_limit_alarm(files_max)
         self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S

@@ -297,7 +297,7 @@ class GridMetrics:
                         taken.release()
                     return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"process {files.lock_holder(lock)} holds the lock {lock}")
+                raise TimeoutError(f"process {files.read_lock_holder_pid(lock)} holds the lock {lock}")
             time.sleep(_FILE_LOCK_RETRY_INTERVAL_S)
 
     def _read_metrics_file(self) -> MetricsSnapshot:

@@ -25,7 +25,7 @@ from genie.grid.ssh.shell_words import make_login_shell_command, quote_path
 from genie.model.names import address_text, parse_endpoint
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
-from genie.processes.tasks import all_of
+from genie.processes.tasks import run_all_concurrently
 from genie.runtime.credentials import DEFAULT_PORT
 
 PYTHON_CANDIDATES = ("python3", "python3.12", "python3.11", "python3.13")
@@ -117,7 +117,7 @@ class NodePromoter:
                     outcome = "unreachable" if code == TransportError.exit_code else "failed"
                     return PromotionResult(node=name, outcome=outcome, error=str(error), exit_code=code)
 
-        return await all_of(map(run_on_node, names))
+        return await run_all_concurrently(map(run_on_node, names))
 
     async def _promote_node(self, name: str) -> str:
         if await self._is_node_connected(name):

@@ -22,7 +22,7 @@ from genie.errors import GenieError, NodeRefusedError, TransportError, UsageErro
 from genie.grid.grid_file import GridFile, ProgressCallback
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import NodeConnection, SshPool
-from genie.processes.tasks import all_of, unwrapped_task_group
+from genie.processes.tasks import run_all_concurrently, unwrapped_task_group
 from genie.telemetry.log import redact
 
 DEFAULT_PACKAGES = ("ray[default]", "torch", "numpy")
@@ -220,7 +220,7 @@ class EnvironmentSetup:
                 text, hint = redact(error.message), redact(error.hint or _setup_error_hint(error, name))
                 return SetupReport(name, state, error=text, hint=hint, exit_code=error.exit_code)
 
-        return await all_of(map(set_up_node, names))
+        return await run_all_concurrently(map(set_up_node, names))
 
     async def _set_up_node(
         self, link: NodeConnection, spec: EnvironmentSpec, *, again: bool, on_progress: ProgressCallback

@@ -38,7 +38,7 @@ from genie.native.compiler import (
     content_hash,
     update_last_used_time,
 )
-from genie.processes.files import FileLock, lock_holder
+from genie.processes.files import FileLock, read_lock_holder_pid
 
 Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
 LIBRARIES: tuple[Library, ...] = get_args(Library)
@@ -317,13 +317,15 @@ class BuildCache:
         path = self.cache / "lock"
         lock = FileLock.try_acquire(path)
         if lock is None:
-            _log.info("waiting for process %s, which is compiling in %s", lock_holder(path), self.cache)
+            _log.info(
+                "waiting for process %s, which is compiling in %s", read_lock_holder_pid(path), self.cache
+            )
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while lock is None and _unbuilt_plans(plans):
             if time.monotonic() > deadline:
                 raise NativeBuildError(
                     f"another process has been compiling in {self.cache} for {_LOCK_TIMEOUT_S:g} s",
-                    hint=f"end process {lock_holder(path)} and try again",
+                    hint=f"end process {read_lock_holder_pid(path)} and try again",
                 )
             time.sleep(_LOCK_POLL_INTERVAL_S)
             lock = FileLock.try_acquire(path)

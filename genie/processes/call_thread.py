@@ -56,7 +56,7 @@ class DaemonPool(concurrent.futures.ThreadPoolExecutor):
                     threading.Thread(target=self._run_queued_calls, name=name, daemon=True)
                 )
                 self._daemon_threads[-1].start()
-        future.add_done_callback(self._discard_finished)
+        future.add_done_callback(self._discard_finished_future)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -79,7 +79,7 @@ class DaemonPool(concurrent.futures.ThreadPoolExecutor):
         if not stuck:
             self.shutdown(wait=True)
 
-    def _discard_finished(self, future: concurrent.futures.Future[Any]) -> None:
+    def _discard_finished_future(self, future: concurrent.futures.Future[Any]) -> None:
         with self._state_lock:
             self._unfinished_futures.discard(future)
 

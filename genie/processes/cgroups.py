@@ -20,14 +20,14 @@ else:
 _CGROUP_V1_HIERARCHIES = ("freezer", "pids", "cpuacct", "name=systemd")
 """Hierarchies in which a new group needs no settings, preferred first."""
 _PROBE_GROUP = "probe"
-_KILL_ATTEMPTS_MAX = 5
-_DEPTH_MAX = 32
+_CREATE_ATTEMPTS_MAX = 5
+_NESTED_GROUPS_DEPTH_MAX = 32
 
 
-def own_groups(root: str = "/") -> list[str]:
+def own_control_groups(root: str = "/") -> list[str]:
     """Directories of the groups of this process, preferred first: version 2, then version 1."""
     own: dict[str, str] = {}
-    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():  # noqa: PTH118
+    for line in _read_text_or_empty(os.path.join(root, "proc/self/cgroup")).splitlines():  # noqa: PTH118
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             own[controller] = path
@@ -55,7 +55,7 @@ def find_usable(name: str, parents: list[str]) -> str | None:
 
 def create(path: str) -> None:
     """Creates the group and its parent. Raises OSError."""
-    for _ in range(_KILL_ATTEMPTS_MAX):
+    for _ in range(_CREATE_ATTEMPTS_MAX):
         try:
             os.makedirs(path, exist_ok=True)  # noqa: PTH103
         except FileNotFoundError:
@@ -66,7 +66,7 @@ def create(path: str) -> None:
 
 def enter(path: str) -> None:
     """Moves this process into the group. Raises OSError."""
-    _write(path, "cgroup.procs", "0")
+    _write_group_file(path, "cgroup.procs", "0")
 
 
 def children(path: str) -> list[str]:
@@ -80,9 +80,9 @@ def children(path: str) -> list[str]:
 
 def processes(path: str) -> dict[int, str]:
     """The processes of the group and of those below it, with their start marks; without zombies."""
-    marks = {pid: process_table.start_mark(pid) for pid in _read_pids(path)}
+    marks = {pid: process_table.start_mark(pid) for pid in _read_pids_in_subtree(path)}
     # A process that ended in between has no mark, or its ID is that of a process elsewhere.
-    members = _read_pids(path) if marks else set()
+    members = _read_pids_in_subtree(path) if marks else set()
     return {
         pid: mark for pid, mark in marks.items() if mark and pid in members and process_table.is_running(pid)
     }
@@ -90,7 +90,7 @@ def processes(path: str) -> dict[int, str]:
 
 def kill(path: str) -> None:
     """Sends SIGKILL to all processes of the group and of those below it. Repeat it until there are none."""
-    if _try_write(path, "cgroup.kill", "1"):
+    if _try_write_group_file(path, "cgroup.kill", "1"):
         return
     freezes = _try_freeze(path)
     try:
@@ -98,14 +98,14 @@ def kill(path: str) -> None:
             for pid, mark in processes(path).items():
                 process_table.send_signal(pid, mark, number)
     finally:
-        for group in _subtree(path):
-            _thaw(group)
+        for group in _list_group_and_descendants(path):
+            _try_thaw(group)
 
 
 def remove(path: str) -> bool:
     """Removes the group and those below it, and its parent if that is empty. Returns False if one of them
     has processes."""
-    for group in reversed(_subtree(path)):
+    for group in reversed(_list_group_and_descendants(path)):
         try:
             os.rmdir(group)  # noqa: PTH106
         except FileNotFoundError:
@@ -122,7 +122,7 @@ def remove(path: str) -> bool:
 def _mounted_hierarchies(root: str) -> dict[str, tuple[str, str]]:
     """Mounted subtree and mount point by controller; '' is version 2."""
     found: dict[str, tuple[str, str]] = {}
-    for line in _read(os.path.join(root, "proc/self/mountinfo")).splitlines():  # noqa: PTH118
+    for line in _read_text_or_empty(os.path.join(root, "proc/self/mountinfo")).splitlines():  # noqa: PTH118
         before, _, after = line.partition(" - ")
         top, point = before.split()[3:5]
         kind, _, options = after.split(" ", 2)
@@ -155,42 +155,44 @@ def _can_create_and_enter(path: str) -> bool:
         remove(path)
 
 
-def _read_pids(path: str) -> set[int]:
+def _read_pids_in_subtree(path: str) -> set[int]:
     found = set()
-    for group in _subtree(path):
-        for word in _read(os.path.join(group, "cgroup.procs")).split():  # noqa: PTH118
+    for group in _list_group_and_descendants(path):
+        for word in _read_text_or_empty(os.path.join(group, "cgroup.procs")).split():  # noqa: PTH118
             if word.isdigit() and word != "0":  # 0: a process of another PID namespace
                 found.add(int(word))
     return found
 
 
-def _subtree(path: str, depth: int = 0) -> list[str]:
+def _list_group_and_descendants(path: str, depth: int = 0) -> list[str]:
     """The group and all below it, each before those below it."""
     found = [path]
-    if depth < _DEPTH_MAX:
+    if depth < _NESTED_GROUPS_DEPTH_MAX:
         for child in children(path):
-            found += _subtree(child, depth + 1)
+            found += _list_group_and_descendants(child, depth + 1)
     return found
 
 
 def _try_freeze(path: str) -> bool:
-    return _try_write(path, "cgroup.freeze", "1") or _try_write(path, "freezer.state", "FROZEN")
+    return _try_write_group_file(path, "cgroup.freeze", "1") or _try_write_group_file(
+        path, "freezer.state", "FROZEN"
+    )
 
 
-def _thaw(path: str) -> None:
-    if not _try_write(path, "cgroup.freeze", "0"):
-        _try_write(path, "freezer.state", "THAWED")
+def _try_thaw(path: str) -> None:
+    if not _try_write_group_file(path, "cgroup.freeze", "0"):
+        _try_write_group_file(path, "freezer.state", "THAWED")
 
 
-def _try_write(path: str, name: str, text: str) -> bool:
+def _try_write_group_file(path: str, name: str, text: str) -> bool:
     try:
-        _write(path, name, text)
+        _write_group_file(path, name, text)
     except OSError:
         return False
     return True
 
 
-def _write(path: str, name: str, text: str) -> None:
+def _write_group_file(path: str, name: str, text: str) -> None:
     fd = os.open(os.path.join(path, name), os.O_WRONLY | os.O_CLOEXEC)  # noqa: PTH118
     try:
         os.write(fd, text.encode())
@@ -198,7 +200,7 @@ def _write(path: str, name: str, text: str) -> None:
         os.close(fd)
 
 
-def _read(path: str) -> str:
+def _read_text_or_empty(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 - fast start
             return file.read()

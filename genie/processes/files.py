@@ -52,7 +52,7 @@ def write_private(path: Path, data: bytes) -> None:
         ) from error
 
 
-def replace_or_overwrite(path: Path, data: bytes) -> None:
+def replace_or_overwrite_private_file(path: Path, data: bytes) -> None:
     """Like write_private(), but works on a full disk if the file exists: it is then overwritten in place.
 
     At most one sector, which disks write as a whole. Spaces are appended up to the former size.
@@ -67,10 +67,10 @@ def replace_or_overwrite(path: Path, data: bytes) -> None:
             descriptor = -1
         if descriptor < 0:
             raise
-        _overwrite(descriptor, path, data)
+        _overwrite_file(descriptor, path, data)
 
 
-def _overwrite(descriptor: int, path: Path, data: bytes) -> None:
+def _overwrite_file(descriptor: int, path: Path, data: bytes) -> None:
     try:
         size_bytes = min(os.fstat(descriptor).st_size, SECTOR_BYTES)
         os.pwrite(descriptor, data.ljust(size_bytes), 0)
@@ -146,7 +146,7 @@ class FileLock:
             self._descriptor = -1
 
 
-def lock_holder(path: Path) -> str:
+def read_lock_holder_pid(path: Path) -> str:
     """The process ID in a lock file, as text; empty if unknown."""
     try:
         return path.read_text("utf-8", errors="replace").strip()[:32]

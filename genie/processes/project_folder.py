@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def why_not_sent_as_a_whole(root: Path) -> str:
+def why_folder_must_not_be_sent(root: Path) -> str:
     """Returns why this folder, a path without links, is no project; empty if it may be one."""
     homes = _list_home_directories()
     if root.parent == root:

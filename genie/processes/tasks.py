@@ -75,7 +75,7 @@ def pause_timeout(limit: asyncio.Timeout) -> Iterator[None]:
         limit.reschedule(loop.time() + remaining_s)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+async def run_all_concurrently(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Runs the coroutines concurrently; returns the results in order. The first error cancels the rest."""
     async with unwrapped_task_group() as group:
         tasks = [group.create_task(each) for each in work]

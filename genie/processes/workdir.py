@@ -22,22 +22,22 @@ from pathspec import GitIgnoreSpec
 from genie.errors import WorkdirError
 from genie.model.job import Workdir
 
-_ALWAYS_EXCLUDED = ".git"
+_ALWAYS_EXCLUDED_NAME = ".git"
 _COPY_CHUNK_BYTES = 1024 * 1024
-_EXAMPLE_NAMES_MAX = 5
+_NAMES_IN_MESSAGE_MAX = 5
 # Scan this many times the limit, to report where the files are without scanning a whole home directory.
 _SCANNED_ENTRIES_PER_ALLOWED_FILE = 10
 _GITIGNORE_BYTES_MAX = 1024 * 1024
 # Limits of file systems, and of this format.
 _NAME_BYTES_MAX = 4096
 _PATH_COMPONENT_BYTES_MAX = 255
-_DEPTH_MAX = 100
+_FOLDER_DEPTH_MAX = 100
 _QUOTED_NAME_CHARS_MAX = 80
 _TAR_MEMBERS_MAX = 1_000_000
 _EXTENDED_HEADER_BYTES_MAX = 64 * 1024
 _PAX_LENGTH_DIGITS_MAX = 8
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the bytes packed so far and the total."""
 
 
@@ -63,7 +63,7 @@ class PackedWorkdir:
 
 
 def pack(
-    directory: Path, *, bytes_max: int, files_max: int, progress: Progress | None = None
+    directory: Path, *, bytes_max: int, files_max: int, progress: ProgressCallback | None = None
 ) -> PackedWorkdir:
     """Raises WorkdirError if the directory is too large, unreadable or contains unsupported files."""
     files_max = min(files_max, _TAR_MEMBERS_MAX)
@@ -73,7 +73,7 @@ def pack(
     found = _WorkdirScan(root.resolve(), entries_max=files_max * _SCANNED_ENTRIES_PER_ALLOWED_FILE)
     found.walk(found.root, "", [])
     found.exclude_indirect_links()
-    _check_limits(found, bytes_max=bytes_max, files_max=files_max)
+    _check_workdir_limits(found, bytes_max=bytes_max, files_max=files_max)
     file = tempfile.TemporaryFile(prefix="genie-workdir-")  # noqa: SIM115 - the caller closes it
     try:
         _write_tar(found, file, progress or _ignore_progress)
@@ -106,7 +106,7 @@ def unpack(file: Path, directory: Path) -> None:
     except OSError as error:
         raise WorkdirError(
             f"could not write the working directory: "
-            f"{_quote(name)}: {error.strerror or type(error).__name__}",
+            f"{_quote_shortened_name(name)}: {error.strerror or type(error).__name__}",
             hint="check the free disk space of the node",
         ) from error
 
@@ -153,7 +153,7 @@ class _WorkdirScan:
             is_folder = item.is_dir(follow_symlinks=False)
             if self.is_full:
                 return
-            if item.name != _ALWAYS_EXCLUDED and not _is_ignored(name, is_folder, ignores):
+            if item.name != _ALWAYS_EXCLUDED_NAME and not _is_ignored(name, is_folder, ignores):
                 self._add_entry(item, name, ignores)
 
     def _add_entry(self, item: os.DirEntry[str], name: str, ignores: list[tuple[str, GitIgnoreSpec]]) -> None:
@@ -177,7 +177,7 @@ class _WorkdirScan:
     def _add_link(self, path: Path, name: str) -> None:
         target = os.readlink(path)  # noqa: PTH115 - the text unchanged
         real = os.path.realpath(path)
-        if _resolve_link_inside(name, target) is not None and (
+        if _resolve_link_within_workdir(name, target) is not None and (
             real == str(self.root) or real.startswith(f"{self.root}{os.sep}")
         ):
             self.entries.append(_PackedEntry(path, name, 0o777, 0, link=target))
@@ -234,17 +234,18 @@ def _check_portable_name(name: str) -> None:
             f"the file name {name!r} is not UTF-8 and cannot be uploaded",
             hint="rename it or list it in .gitignore",
         ) from None
-    problem = _name_problem(name)
+    problem = _why_name_not_portable(name)
     if problem:
         raise WorkdirError(
-            f"the file name {_quote(name)} {problem}", hint="rename it or list it in .gitignore"
+            f"the file name {_quote_shortened_name(name)} {problem}",
+            hint="rename it or list it in .gitignore",
         )
 
 
-def _check_limits(found: _WorkdirScan, *, bytes_max: int, files_max: int) -> None:
+def _check_workdir_limits(found: _WorkdirScan, *, bytes_max: int, files_max: int) -> None:
     total = sum(entry.size_bytes for entry in found.entries)
     if total > bytes_max:
-        largest = sorted(found.entries, key=lambda entry: -entry.size_bytes)[:_EXAMPLE_NAMES_MAX]
+        largest = sorted(found.entries, key=lambda entry: -entry.size_bytes)[:_NAMES_IN_MESSAGE_MAX]
         shown = ", ".join(f"{entry.name} ({entry.size_bytes} bytes)" for entry in largest)
         raise WorkdirError(
             f"{found.root} has {total} bytes; the limit is {bytes_max}; the largest files are {shown}",
@@ -263,10 +264,10 @@ def _folders_with_most_files(found: _WorkdirScan) -> list[tuple[str, int]]:
     for entry in found.entries:
         top = entry.name.split("/")[0] if "/" in entry.name else "."
         counts[top] = counts.get(top, 0) + 1
-    return sorted(counts.items(), key=lambda item: -item[1])[:_EXAMPLE_NAMES_MAX]
+    return sorted(counts.items(), key=lambda item: -item[1])[:_NAMES_IN_MESSAGE_MAX]
 
 
-def _write_tar(found: _WorkdirScan, file: IO[bytes], progress: Progress) -> None:
+def _write_tar(found: _WorkdirScan, file: IO[bytes], progress: ProgressCallback) -> None:
     total = sum(entry.size_bytes for entry in found.entries)
     done = 0
     with tarfile.open(fileobj=file, mode="w:", format=tarfile.PAX_FORMAT) as archive:
@@ -307,22 +308,22 @@ def _ignore_progress(done_bytes: int, total_bytes: int) -> None:
 # --- names and links: the rules of pack and unpack ------------------------------------------------
 
 
-def _name_problem(name: str) -> str:
+def _why_name_not_portable(name: str) -> str:
     """Why the name of a member is invalid; empty if it is valid. Only normalized names are valid."""
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\x00" in name:
         return "could be outside of the directory"
     size_bytes = len(name.encode("utf-8", "surrogateescape"))
     longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
-    if size_bytes > _NAME_BYTES_MAX or longest > _PATH_COMPONENT_BYTES_MAX or len(parts) > _DEPTH_MAX:
+    if size_bytes > _NAME_BYTES_MAX or longest > _PATH_COMPONENT_BYTES_MAX or len(parts) > _FOLDER_DEPTH_MAX:
         return (
             f"is too long or too deep: {_NAME_BYTES_MAX} bytes, {_PATH_COMPONENT_BYTES_MAX} in each part, "
-            f"{_DEPTH_MAX} parts are allowed"
+            f"{_FOLDER_DEPTH_MAX} parts are allowed"
         )
     return ""
 
 
-def _resolve_link_inside(name: str, target: str) -> PurePosixPath | None:
+def _resolve_link_within_workdir(name: str, target: str) -> PurePosixPath | None:
     """The target of a link at `name`, relative to the root; None if it is or may be outside.
 
     '..' is only allowed at the start: after a normal part its meaning would depend on that part.
@@ -348,11 +349,11 @@ def _resolve_link_inside(name: str, target: str) -> PurePosixPath | None:
 
 def _passes_through_link(name: str, target: str, links: Collection[str]) -> bool:
     """Whether the path to the target contains another link. A link to a link is allowed."""
-    resolved = _resolve_link_inside(name, target)
+    resolved = _resolve_link_within_workdir(name, target)
     return resolved is not None and any(str(parent) in links for parent in resolved.parents)
 
 
-def _quote(name: str) -> str:
+def _quote_shortened_name(name: str) -> str:
     return repr(name[:_QUOTED_NAME_CHARS_MAX]) + ("..." if len(name) > _QUOTED_NAME_CHARS_MAX else "")
 
 
@@ -441,30 +442,38 @@ class _UnpackedTree:
             self._files.add(name)
             self._write_file(member, archive)
         elif member.type == tarfile.SYMTYPE:
-            if _resolve_link_inside(name, member.linkname) is None:
-                raise WorkdirError(f"the link {_quote(name)} of the archive leads out of the directory")
+            if _resolve_link_within_workdir(name, member.linkname) is None:
+                raise WorkdirError(
+                    f"the link {_quote_shortened_name(name)} of the archive leads out of the directory"
+                )
             self._links[name] = member.linkname
         else:
-            raise WorkdirError(f"{_quote(name)} of the archive is neither a file, a directory nor a link")
+            raise WorkdirError(
+                f"{_quote_shortened_name(name)} of the archive is neither a file, a directory nor a link"
+            )
 
     def make_links(self) -> None:
         for name, target in self._links.items():
             if _passes_through_link(name, target, self._links):
-                raise WorkdirError(f"the link {_quote(name)} of the archive leads through another link")
+                raise WorkdirError(
+                    f"the link {_quote_shortened_name(name)} of the archive leads through another link"
+                )
         for name, target in self._links.items():
             (self._root / name).symlink_to(target)
 
     def _check_path(self, name: str) -> None:
-        problem = _name_problem(name)
+        problem = _why_name_not_portable(name)
         if problem:
-            raise WorkdirError(f"the archive contains {_quote(name)}, which {problem}")
+            raise WorkdirError(f"the archive contains {_quote_shortened_name(name)}, which {problem}")
         if name in self._folders or name in self._files or name in self._links:
-            raise WorkdirError(f"the archive contains {_quote(name)} twice")
+            raise WorkdirError(f"the archive contains {_quote_shortened_name(name)} twice")
         path = PurePosixPath(name)
         if any(str(parent) in self._links for parent in path.parents):
-            raise WorkdirError(f"{_quote(name)} of the archive would be written through a link")
+            raise WorkdirError(
+                f"{_quote_shortened_name(name)} of the archive would be written through a link"
+            )
         if str(path.parent) not in self._folders:
-            raise WorkdirError(f"the directory of {_quote(name)} is not in the archive")
+            raise WorkdirError(f"the directory of {_quote_shortened_name(name)} is not in the archive")
 
     def _write_file(self, member: tarfile.TarInfo, archive: IO[bytes]) -> None:
         mode = 0o755 if member.mode & stat.S_IXUSR else 0o644

@@ -50,7 +50,7 @@ _CONNECT_TIMEOUT_PER_SERVER_S_MAX = 3.0
 _LEADER_SEARCH_INTERVAL_S = 1.0
 """How often each server is asked whether it leads, at most."""
 
-_SILENCE_S_MAX = 3.0
+_REPLY_OVERDUE_AFTER_S = 3.0
 """How long a reply may be overdue before another server is asked whether it leads."""
 
 ConnectionChangeCallback = Callable[[bool, str], None]
@@ -79,15 +79,17 @@ class ControllerConnection(ControlDataIntegration):
         )
         self._network = network
         self._program = program
-        self._on_change = on_change
-        self._random = chance
+        self._on_connection_change = on_change
+        self._jitter_rng = chance
         self._peer: rpc.Peer | None = None
         self._is_connected = asyncio.Event()
         self._is_moving_to_leader = False
         self._is_searching_leader = False
         self._is_reply_overdue = asyncio.Event()
         self._last_error: GenieError | None = None
-        self._first_welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._welcome_of_first_connection: asyncio.Future[Welcome] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     @property
     def where(self) -> str:
@@ -105,7 +107,7 @@ class ControllerConnection(ControlDataIntegration):
 
     async def wait_for_first_connection(self) -> Welcome:
         """Returns the reply to the first Hello, or raises the error of the first attempt to connect."""
-        return await asyncio.shield(self._first_welcome)
+        return await asyncio.shield(self._welcome_of_first_connection)
 
     async def call(self, request: Request[_Reply], *, timeout_s: float, idempotent: bool = True) -> _Reply:
         """Returns the reply of the controller. `idempotent`: the request may be sent twice."""
@@ -114,7 +116,7 @@ class ControllerConnection(ControlDataIntegration):
         while True:
             peer = await self._wait_for_peer(deadline)
             try:
-                with self._look_for_leader_when_overdue(request):
+                with self._search_leader_if_reply_overdue(request):
                     return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
             except ConnectionLostError as error:
                 if not idempotent:
@@ -131,10 +133,10 @@ class ControllerConnection(ControlDataIntegration):
                 # A write may have been applied: only an idempotent call may be sent again.
                 if not idempotent:
                     raise
-                interval_s = (error.retry_after_s or _STORE_RETRY_INTERVAL_S) * (1 + self._random() / 2)
+                interval_s = (error.retry_after_s or _STORE_RETRY_INTERVAL_S) * (1 + self._jitter_rng() / 2)
                 await self._wait_for_leader(error, deadline, interval_s=interval_s)
             except OverloadedError as error:
-                wait_s = error.retry_after_s * (1 + self._random() / 2)
+                wait_s = error.retry_after_s * (1 + self._jitter_rng() / 2)
                 if loop.time() + wait_s >= deadline:
                     raise
                 await asyncio.sleep(wait_s)
@@ -158,8 +160,8 @@ class ControllerConnection(ControlDataIntegration):
                 wait_s = min(deadline - loop.time(), _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
                 if wait_s <= 0 or peer is not self._peer:
                     break
-                if await self._try_ask_whether_leading(server, timeout_s=wait_s):
-                    self._servers.prefer(server)
+                if await self._try_fetch_is_leading(server, timeout_s=wait_s):
+                    self._servers.try_server_first_next(server)
                     self._is_moving_to_leader = True
                     self.disconnect()
                     return True
@@ -167,7 +169,7 @@ class ControllerConnection(ControlDataIntegration):
             self._is_searching_leader = False
         return False
 
-    async def leave_silent_servers(self) -> None:
+    async def disconnect_from_silent_servers(self) -> None:
         """Moves to another server that leads when a reply is overdue, such as after a power failure of the
         current one. Runs until cancelled."""
         while True:
@@ -180,15 +182,15 @@ class ControllerConnection(ControlDataIntegration):
         try:
             await self._run_connection_to_any(first_timeout_s)
         except GenieError as error:
-            if not self._first_welcome.done():
-                self._first_welcome.set_exception(error)
-                self._first_welcome.exception()
+            if not self._welcome_of_first_connection.done():
+                self._welcome_of_first_connection.set_exception(error)
+                self._welcome_of_first_connection.exception()
                 return
             self._last_error = error
         wait_s = BACKOFF_S_MIN
         while True:
             if not self._is_moving_to_leader:
-                await asyncio.sleep(wait_s * (0.5 + self._random() / 2))
+                await asyncio.sleep(wait_s * (0.5 + self._jitter_rng() / 2))
             before = self.reconnects
             try:
                 await self._run_connection_to_any(_CONNECT_TIMEOUT_S_MAX)
@@ -202,7 +204,7 @@ class ControllerConnection(ControlDataIntegration):
         `timeout_s` is for connecting. Raises if no server can be reached, and when the configured server
         rejects the first connection for good."""
         loop = asyncio.get_running_loop()
-        deadline, order = loop.time() + timeout_s, self._servers.list_in_order()
+        deadline, order = loop.time() + timeout_s, self._servers.list_in_connect_order()
         for number, server in enumerate(order):
             wait_s = (deadline - loop.time()) / (len(order) - number)
             if len(order) > 1:
@@ -213,9 +215,11 @@ class ControllerConnection(ControlDataIntegration):
             except GenieError as error:
                 self._servers.record_failure(server, error, now_s=loop.time())
                 self._is_moving_to_leader = False
-                is_final = not error.retryable and not self._first_welcome.done()
+                is_final = not error.retryable and not self._welcome_of_first_connection.done()
                 if number == len(order) - 1 or (is_final and server == self._servers.given):
-                    raise (error if is_final else self._servers.with_all_failures(error)) from error
+                    raise (
+                        error if is_final else self._servers.error_naming_all_failed_servers(error)
+                    ) from error
 
     async def _run_connection(self, server: Address, *, timeout_s: float) -> None:
         """Opens one connection and waits until it is closed."""
@@ -237,23 +241,24 @@ class ControllerConnection(ControlDataIntegration):
         else:
             now_s = asyncio.get_running_loop().time()
             self._servers.record_failure(server, self._last_error, now_s=now_s)
-        self._on_change(False, reason)
+        self._on_connection_change(False, reason)
 
     def _on_connected(self, server: Address, welcome: Welcome) -> None:
         self._servers.add_announced(welcome.controllers)
         self._servers.record_connected(server)
         self._is_moving_to_leader = False
         self._is_connected.set()
-        if not self._first_welcome.done():
-            self._first_welcome.set_result(welcome)
+        if not self._welcome_of_first_connection.done():
+            self._welcome_of_first_connection.set_result(welcome)
             return
         self.reconnects += 1
         self.reconnected_event.set()
-        self._on_change(True, f"reconnected to {self.where}")
+        self._on_connection_change(True, f"reconnected to {self.where}")
 
     @contextmanager
-    def _look_for_leader_when_overdue(self, request: Message) -> Iterator[None]:
-        """While the block waits for a reply: looks for a leader every _SILENCE_S_MAX once it is overdue."""
+    def _search_leader_if_reply_overdue(self, request: Message) -> Iterator[None]:
+        """While the block waits for a reply: once it is overdue, looks for a leader every
+        _REPLY_OVERDUE_AFTER_S."""
         if len(self._servers) == 1:
             yield
             return
@@ -262,10 +267,10 @@ class ControllerConnection(ControlDataIntegration):
 
         def look() -> None:
             self._is_reply_overdue.set()
-            timers[:] = [loop.call_later(_SILENCE_S_MAX, look)]
+            timers[:] = [loop.call_later(_REPLY_OVERDUE_AFTER_S, look)]
 
         long_poll_s = float(getattr(request, "wait_s", 0.0))
-        timers.append(loop.call_later(long_poll_s + _SILENCE_S_MAX, look))
+        timers.append(loop.call_later(long_poll_s + _REPLY_OVERDUE_AFTER_S, look))
         try:
             yield
         finally:
@@ -283,10 +288,10 @@ class ControllerConnection(ControlDataIntegration):
             return
         if loop.time() + interval_s >= deadline:
             self._servers.record_failure(self._servers.current, error, now_s=loop.time())
-            raise self._servers.with_all_failures(error) from error
+            raise self._servers.error_naming_all_failed_servers(error) from error
         await asyncio.sleep(interval_s)
 
-    async def _try_ask_whether_leading(self, server: Address, *, timeout_s: float) -> bool:
+    async def _try_fetch_is_leading(self, server: Address, *, timeout_s: float) -> bool:
         access = replace(self.access, host=server[0], port=server[1])
         loop = asyncio.get_running_loop()
         try:
@@ -310,7 +315,7 @@ class ControllerConnection(ControlDataIntegration):
                     await self._is_connected.wait()
         except TimeoutError:
             if self._last_error is not None:
-                raise self._servers.with_all_failures(self._last_error) from None
+                raise self._servers.error_naming_all_failed_servers(self._last_error) from None
             raise DeadlineError(f"timed out waiting for a connection to {self.where}") from None
         assert self._peer is not None
         return self._peer
@@ -329,7 +334,7 @@ async def open_controller_connection(
     connection = ControllerConnection(access, network=network, program=program, on_change=on_change)
     async with unwrapped_task_group() as group:
         task = group.create_task(connection.run(first_timeout_s=timeout_s))
-        watch = group.create_task(connection.leave_silent_servers())
+        watch = group.create_task(connection.disconnect_from_silent_servers())
         try:
             await connection.wait_for_first_connection()
             yield connection

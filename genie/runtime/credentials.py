@@ -106,7 +106,9 @@ async def find_access(
     ):
         raise _token_missing_error(host, port, state_dir=state_dir)
     try:
-        trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
+        trusted = await make_pinned_client_tls(
+            network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s
+        )
     except TlsError as error:
         if source is not TokenSource.LOGIN:
             raise
@@ -129,7 +131,9 @@ async def log_in(
             f"this is a {token.kind} token: it admits a machine to the cluster and cannot be used to log in",
             hint=f"run 'genie token create' on {host}, without --join, and log in with that token",
         )
-    trusted = await trust(network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s)
+    trusted = await make_pinned_client_tls(
+        network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s
+    )
     access = Access(host=host, port=port, token=token, tls=trusted)
     async with connect_authenticated(network, access, timeout_s=timeout_s, program="genie login") as (
         _,
@@ -139,7 +143,7 @@ async def log_in(
         return welcome
 
 
-async def trust(
+async def make_pinned_client_tls(
     network: Network, host: str, port: int, *, pin: str, state_dir: Path, timeout_s: float
 ) -> ClientTls | None:
     """TLS that trusts only the CA with this fingerprint, which is fetched from the server once and stored."""

@@ -37,8 +37,8 @@ HANDSHAKE_REQUEST_BYTES_MAX = 4096
 HANDSHAKE_REPLY_BYTES_MAX = 64 * 1024
 TEXT_CHARACTERS_MAX = 4096
 
-_MAGIC = b"GENIEX"
-_PREFACE = struct.Struct(">6sH")
+_PREFACE_MAGIC = b"GENIEX"
+_PREFACE_FORMAT = struct.Struct(">6sH")
 _LENGTH_PREFIX = struct.Struct(">I")
 _BoundedText: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 _NonNegativeInteger: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -169,13 +169,13 @@ def send_reply(pipe: Pipe, message: Opened | Fetched | Error, *, peer: str, time
 
 
 def make_preface(version: int = VERSION) -> bytes:
-    return _PREFACE.pack(_MAGIC, version)
+    return _PREFACE_FORMAT.pack(_PREFACE_MAGIC, version)
 
 
 def check_preface(data: bytes, *, peer: str) -> None:
     """Raises VersionError for another version of this protocol, ProtocolError for anything else."""
-    magic, version = _PREFACE.unpack(data)
-    if magic != _MAGIC:
+    magic, version = _PREFACE_FORMAT.unpack(data)
+    if magic != _PREFACE_MAGIC:
         raise ProtocolError(
             f"{peer} does not speak the executor protocol: it sent {data!r}",
             hint="check the address and the port; another program may be listening there",
@@ -218,7 +218,7 @@ class _Handshake:
 
     def exchange_prefaces(self) -> None:
         self.write(make_preface())
-        check_preface(self._read(_PREFACE.size), peer=self._peer)
+        check_preface(self._read(_PREFACE_FORMAT.size), peer=self._peer)
 
     def request(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
         self.write(encode(request))

@@ -26,7 +26,7 @@ from genie.processes import files
 from genie.tenancy.access import NO_PIN
 
 SERVERS_MAX = 16
-_SERVERS_FOLDER = "servers"
+_KNOWN_SERVERS_FOLDER = "servers"
 
 Address = tuple[str, int]
 
@@ -36,7 +36,7 @@ def read_known_servers(state_dir: Path, pin: str) -> tuple[Address, ...]:
     if pin == NO_PIN:
         return ()
     try:
-        stored = json.loads(files.read_small_file(_servers_path(state_dir, pin)))
+        stored = json.loads(files.read_small_file(_known_servers_path(state_dir, pin)))
         return tuple(parse_endpoint(str(text)) for text in stored[:SERVERS_MAX])
     except (OSError, ValueError, TypeError, KeyError, RecursionError, UsageError):
         return ()
@@ -46,7 +46,7 @@ def store_known_servers(state_dir: Path, pin: str, servers: tuple[Address, ...])
     """Replaces the stored addresses if they differ. Blocks. One server alone is not stored: commands know it
     already."""
     servers = servers[:SERVERS_MAX]
-    path = _servers_path(state_dir, pin)
+    path = _known_servers_path(state_dir, pin)
     if pin == NO_PIN or (len(servers) < 2 and not path.exists()):
         return
     if read_known_servers(state_dir, pin) != servers:
@@ -67,9 +67,9 @@ class ServerList:
         """The server in use, or that was used last."""
         self._has_tls = has_tls
         self._servers: tuple[Address, ...] = (given,)
-        self._announced: tuple[Address, ...] = ()
-        self._preferred: Address | None = None
-        self._failures: dict[Address, tuple[float, GenieError]] = {}
+        self._announced_servers: tuple[Address, ...] = ()
+        self._server_to_try_first: Address | None = None
+        self._last_failure_by_server: dict[Address, tuple[float, GenieError]] = {}
         self._add(others)
 
     def __len__(self) -> int:
@@ -78,62 +78,69 @@ class ServerList:
     @property
     def announced(self) -> tuple[Address, ...]:
         """The controllers that the cluster announced last, in a stable order."""
-        return self._announced
+        return self._announced_servers
 
     def add_announced(self, controllers: Iterable[str]) -> None:
         """Adds the addresses that a controller announced. Removes none; ignores those that are invalid."""
-        found = [address for text in controllers if (address := _try_parse(text)) is not None]
+        found = [address for text in controllers if (address := _try_parse_address(text)) is not None]
         if found:
-            self._announced = tuple(sorted(found)[:SERVERS_MAX])
+            self._announced_servers = tuple(sorted(found)[:SERVERS_MAX])
             self._add(found)
 
-    def list_in_order(self) -> list[Address]:
+    def list_in_connect_order(self) -> list[Address]:
         """All servers, the preferred one first, then by the time of their last failure."""
-        failed_s = {server: failure[0] for server, failure in self._failures.items()}
+        failed_s = {server: failure[0] for server, failure in self._last_failure_by_server.items()}
         order = sorted(self._servers, key=lambda server: failed_s.get(server, -1.0))
-        if self._preferred in order:
-            order.remove(self._preferred)
-            order.insert(0, self._preferred)
+        if self._server_to_try_first in order:
+            order.remove(self._server_to_try_first)
+            order.insert(0, self._server_to_try_first)
         return order
 
     def list_leader_candidates(self, leader: str, *, failed_before_s: float) -> list[Address]:
         """Other servers than the current one that have not failed since, that of `leader` first."""
-        named = _try_parse(leader) if leader else None
+        named = _try_parse_address(leader) if leader else None
         if named is not None:
             self._add([named])
         candidates = [
             server
             for server in self._servers
             if server != self.current
-            and (server not in self._failures or self._failures[server][0] < failed_before_s)
+            and (
+                server not in self._last_failure_by_server
+                or self._last_failure_by_server[server][0] < failed_before_s
+            )
         ]
         return sorted(candidates, key=lambda server: server != named)
 
-    def prefer(self, server: Address) -> None:
+    def try_server_first_next(self, server: Address) -> None:
         """The next connection tries this server first."""
-        self._preferred = server
+        self._server_to_try_first = server
 
     def record_connected(self, server: Address) -> None:
-        self.current, self._preferred = server, None
-        self._failures.pop(server, None)
+        self.current, self._server_to_try_first = server, None
+        self._last_failure_by_server.pop(server, None)
 
     def record_failure(self, server: Address, error: GenieError, *, now_s: float) -> None:
-        self._failures[server] = (now_s, error)
-        if self._preferred == server:
-            self._preferred = None
+        self._last_failure_by_server[server] = (now_s, error)
+        if self._server_to_try_first == server:
+            self._server_to_try_first = None
 
-    def with_all_failures(self, error: GenieError) -> GenieError:
+    def error_naming_all_failed_servers(self, error: GenieError) -> GenieError:
         """`error`, or, if there are several servers, one that names every server that failed."""
-        if len(self._servers) == 1 or not self._failures:
+        if len(self._servers) == 1 or not self._last_failure_by_server:
             return error
-        failures = [self._failures[server][1] for server in self._servers if server in self._failures]
+        failures = [
+            self._last_failure_by_server[server][1]
+            for server in self._servers
+            if server in self._last_failure_by_server
+        ]
         kind = type(error) if isinstance(error, NotLeaderError | StoreError) else UnreachableError
         if all(isinstance(failure, NothingListensError) for failure in failures):
             kind = NothingListensError
         reasons = "; ".join(
-            _name_server(self._failures[server][1].message, server)
+            _with_server_address(self._last_failure_by_server[server][1].message, server)
             for server in self._servers
-            if server in self._failures
+            if server in self._last_failure_by_server
         )
         return kind(
             f"no controller of the cluster accepted the request: {reasons}",
@@ -146,17 +153,17 @@ class ServerList:
         self._servers = tuple(dict.fromkeys((*self._servers, *usable)))[:SERVERS_MAX]
 
 
-def _name_server(message: str, server: Address) -> str:
+def _with_server_address(message: str, server: Address) -> str:
     where = address_text(*server)
     return message if where in message else f"{where}: {message}"
 
 
-def _try_parse(text: str) -> Address | None:
+def _try_parse_address(text: str) -> Address | None:
     try:
         return parse_endpoint(text)
     except UsageError:
         return None
 
 
-def _servers_path(state_dir: Path, pin: str) -> Path:
-    return state_dir / _SERVERS_FOLDER / f"{pin}.json"
+def _known_servers_path(state_dir: Path, pin: str) -> Path:
+    return state_dir / _KNOWN_SERVERS_FOLDER / f"{pin}.json"

@@ -33,7 +33,7 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.model.names import address_text
-from genie.processes.file_limit import get_file_limit
+from genie.processes.file_limit import get_open_file_limit
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import wire
 from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
@@ -44,7 +44,7 @@ PREFACE_TIMEOUT_S = 10.0
 CLOSE_FLUSH_TIMEOUT_S = 2.0
 """How long a closed connection waits for its peer to read what was sent before."""
 _READ_CHUNK_BYTES = 64 * 1024
-_BACKLOG = 512
+_LISTEN_BACKLOG = 512
 _ACCEPT_RETRY_INTERVAL_S = 0.1
 _REJECTION_LOG_INTERVAL_S = 60.0
 _OVERLOAD_RETRY_INTERVAL_S = 0.5
@@ -54,7 +54,7 @@ _TLS_REJECTION_REASON = "TLSV1_ALERT_INTERNAL_ERROR"
 # Error codes of OpenSSL for certificates of a trusted CA.
 _CERTIFICATE_VALIDITY_ERRORS = {9: "is not valid yet", 10: "has expired"}
 # Dead connections are detected after about two minutes.
-_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+_TCP_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 SEND_BUFFER_BYTES_MAX = 64 * 1024
 """Maximum size of the send buffer before a sender waits; the same as the high-water mark of asyncio."""
 
@@ -141,9 +141,10 @@ class TcpChannel:
         self._flush_on_close = flush_on_close
         self._on_authenticated = on_authenticated
         self._reader = reader
-        self._buffer = b""
-        """Received bytes; those before `_buffer_start` are consumed. One read may return many frames."""
-        self._buffer_start = 0
+        self._receive_buffer = b""
+        """Received bytes; those before `_receive_buffer_start` are consumed. One read may return many
+        frames."""
+        self._receive_buffer_start = 0
         self._writer = writer
         self._transport = writer.transport
         self._loop = asyncio.get_running_loop()
@@ -162,24 +163,24 @@ class TcpChannel:
     async def send(self, frame: bytes) -> None:
         try:
             self._unsent_frames.append(frame)
-            self._flush()
+            self._send_unsent_frames()
             await self._writer.drain()
         except (OSError, RuntimeError) as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
     def try_send_nowait(self, frame: bytes) -> bool:
         if self._unsent_bytes > SEND_BUFFER_BYTES_MAX:
-            self._flush()
+            self._send_unsent_frames()
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size() > SEND_BUFFER_BYTES_MAX:
             return False
         if not self._unsent_frames:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._send_unsent_frames)
         self._unsent_frames.append(frame)
         self._unsent_bytes += len(frame)
         return True
 
-    def _flush(self) -> None:
+    def _send_unsent_frames(self) -> None:
         unsent, self._unsent_frames, self._unsent_bytes = self._unsent_frames, [], 0
         if unsent:
             self._writer.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
@@ -187,35 +188,37 @@ class TcpChannel:
     async def receive(self) -> wire.Frame:
         try:
             while (frame := self.try_receive_nowait()) is None:
-                await self._fill_buffer()
+                await self._fill_receive_buffer()
             return frame
         except asyncio.IncompleteReadError as error:
             mid_frame = (
-                " in the middle of a frame" if error.partial or self._buffer_start < len(self._buffer) else ""
+                " in the middle of a frame"
+                if error.partial or self._receive_buffer_start < len(self._receive_buffer)
+                else ""
             )
             raise ConnectionLostError(f"{self.peer} closed the connection{mid_frame}") from None
         except OSError as error:
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
 
     def try_receive_nowait(self) -> wire.Frame | None:
-        buffer, start = self._buffer, self._buffer_start + wire.HEADER_BYTES
+        buffer, start = self._receive_buffer, self._receive_buffer_start + wire.HEADER_BYTES
         if len(buffer) < start:
             return None
         length, kind, call_id = wire.unpack_header(
-            buffer, self._buffer_start, frame_bytes_max=self._frame_bytes_max, peer=self.peer
+            buffer, self._receive_buffer_start, frame_bytes_max=self._frame_bytes_max, peer=self.peer
         )
         end = start + length
         if len(buffer) < end:
             return None
         if end == len(buffer):
             # Free the memory of a large frame while the connection is idle.
-            self._buffer, self._buffer_start = b"", 0
+            self._receive_buffer, self._receive_buffer_start = b"", 0
         else:
-            self._buffer_start = end
+            self._receive_buffer_start = end
         return wire.Frame(kind, call_id, buffer[start:end])
 
-    async def _fill_buffer(self) -> None:
-        left = self._buffer[self._buffer_start :]
+    async def _fill_receive_buffer(self) -> None:
+        left = self._receive_buffer[self._receive_buffer_start :]
         if len(left) < wire.HEADER_BYTES:
             data = await self._reader.read(_READ_CHUNK_BYTES)
             if not data:
@@ -223,7 +226,7 @@ class TcpChannel:
         else:
             length, _, _ = wire.unpack_header(left, frame_bytes_max=self._frame_bytes_max, peer=self.peer)
             data = await self._reader.readexactly(wire.HEADER_BYTES + length - len(left))
-        self._buffer, self._buffer_start = left + data, 0
+        self._receive_buffer, self._receive_buffer_start = left + data, 0
 
     async def exchange_prefaces(self) -> None:
         await self.send(wire.make_preface())
@@ -262,7 +265,7 @@ class TcpChannel:
         if not self._flush_on_close:
             self._transport.abort()
             return
-        self._flush()
+        self._send_unsent_frames()
         self._writer.close()
         self._loop.call_later(CLOSE_FLUSH_TIMEOUT_S, self._transport.abort)
 
@@ -280,7 +283,7 @@ class TcpNetwork:
         self, limits: ConnectionLimits | None = None, *, chance: Callable[[], float] = random.random
     ) -> None:
         self._limits = limits
-        self._random = chance
+        self._jitter_rng = chance
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel:
         """Retries until the timeout while the server rejects connections because of a limit."""
@@ -296,7 +299,7 @@ class TcpNetwork:
                     hint="check the address and any firewall",
                 ) from None
             except OverloadedError as error:
-                wait_s = error.retry_after_s * (0.5 + self._random())
+                wait_s = error.retry_after_s * (0.5 + self._jitter_rng())
                 if loop.time() + wait_s >= deadline_s:
                     raise
                 await asyncio.sleep(wait_s)
@@ -310,10 +313,10 @@ class TcpNetwork:
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
     ) -> None:
-        limits = self._limits or ConnectionLimits.for_open_file_limit(get_file_limit())
+        limits = self._limits or ConnectionLimits.for_open_file_limit(get_open_file_limit())
         listeners = await _listen(host, port)
         try:
-            server = _Server(ConnectionLimiter(limits), accept, tls)
+            server = _TcpServer(ConnectionLimiter(limits), accept, tls)
             on_listening(listeners[0].getsockname()[1])
             async with unwrapped_task_group() as group:
                 for listener in listeners:
@@ -344,7 +347,7 @@ async def _connect(host: str, port: int, *, tls: ClientTls | None) -> Channel:
         raise explain_connect_failure(error, address_text(host, port)) from error
 
 
-class _Server:
+class _TcpServer:
     """Accepts connections within the limits."""
 
     def __init__(
@@ -368,7 +371,7 @@ class _Server:
                 await asyncio.sleep(_ACCEPT_RETRY_INTERVAL_S)
                 continue
             found = self._limiter.accept(
-                address[0], now_s=self._loop.time(), close=functools.partial(_shut_down, sock)
+                address[0], now_s=self._loop.time(), close=functools.partial(_shut_down_socket, sock)
             )
             if isinstance(found, str):
                 self._reject(sock, found)
@@ -456,7 +459,7 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)
-            listener.listen(_BACKLOG)
+            listener.listen(_LISTEN_BACKLOG)
     except OSError as error:
         for listener in listeners:
             listener.close()
@@ -484,12 +487,12 @@ def _explain_listen_failure(error: OSError, host: str, port: int) -> GenieError:
 
 def _set_keepalive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in _TCP_KEEPALIVE_OPTIONS.items():
         if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _shut_down_socket(sock: socket.socket) -> None:
     """Ends the connection of a socket that a transport may use; the transport closes it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

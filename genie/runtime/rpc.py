@@ -30,14 +30,14 @@ from genie.runtime.network import Channel, ClientTls, Network
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
 
-IN_FLIGHT_MAX = 512
+REQUESTS_IN_FLIGHT_MAX = 512
 """Maximum number of requests in flight from one peer; further ones are rejected with OverloadedError."""
 
-CLUSTER_PEER_IN_FLIGHT_MAX = 2048
-"""Replaces IN_FLIGHT_MAX between the controller and its agents, in both directions. Higher than the number of
-orders to one agent, and of confirmations from one, that can be pending at the same time."""
+CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX = 2048
+"""Replaces REQUESTS_IN_FLIGHT_MAX between the controller and its agents, in both directions. Higher than the
+number of orders to one agent, and of confirmations from one, that can be pending at the same time."""
 
-CONCURRENT_REJECTIONS_MAX = 4096
+CONSECUTIVE_REJECTIONS_MAX = 4096
 """A peer that sends more requests above the limit in a row is disconnected."""
 
 WAITING_REJECTIONS_MAX = 1024
@@ -65,7 +65,7 @@ class Peer:
         *,
         requests: Sequence[type[Message]] = (),
         handler: Handler | None = None,
-        in_flight_max: int = IN_FLIGHT_MAX,
+        in_flight_max: int = REQUESTS_IN_FLIGHT_MAX,
     ) -> None:
         assert bool(requests) == (handler is not None)
         self.channel = channel
@@ -75,18 +75,18 @@ class Peer:
         self._pending_calls: dict[int, asyncio.Future[wire.Frame]] = {}
         self._loop = asyncio.get_running_loop()
         self._next_call_id = 0
-        self._in_flight = 0
-        self._rejections = 0
+        self._requests_in_flight = 0
+        self._consecutive_rejections = 0
         """Requests above the limit since the last one that was accepted."""
-        self._waiting_rejections: deque[int] = deque()
+        self._rejected_call_ids_waiting: deque[int] = deque()
         """Call IDs of the rejections that wait to be sent."""
         self._invalid_requests = 0
         self.request_bytes = 0
         """Size of the last request, when the handler is called with it."""
         self._send_lock = asyncio.Lock()
-        self._closed = asyncio.Event()
+        self._closed_event = asyncio.Event()
         self.is_closed = False
-        """Whether `_closed` is set. An attribute: a controller reads it of every node in each pass."""
+        """Whether `_closed_event` is set. An attribute: a controller reads it of every node in each pass."""
         self._on_close: Callable[[], None] = lambda: None
 
     @property
@@ -96,14 +96,14 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether no request of either side is in flight."""
-        return not self._in_flight and not self._pending_calls
+        return not self._requests_in_flight and not self._pending_calls
 
     def set_in_flight_max(self, count: int) -> None:
         """Sets the maximum number of requests in flight from this peer."""
         self._in_flight_max = count
 
     async def wait_closed(self) -> None:
-        await self._closed.wait()
+        await self._closed_event.wait()
 
     def set_close_listener(self, listener: Callable[[], None]) -> None:
         """Calls `listener` when the connection is closed, instead of an earlier one."""
@@ -112,7 +112,7 @@ class Peer:
     def _mark_closed_and_notify(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self._closed.set()
+            self._closed_event.set()
             self._on_close()
 
     async def call(self, request: Request[_Reply], *, timeout_s: float) -> _Reply:
@@ -136,7 +136,7 @@ class Peer:
         timer = loop.call_at(deadline_s, _fail_pending_calls_with_timeout, futures)
         try:
             for call_id, request in enumerate(requests, first):
-                await self._send(call_id, request, deadline_s)
+                await self._send_request(call_id, request, deadline_s)
             return [
                 await self._reply_or_error(request, future, timeout_s)
                 for request, future in zip(requests, futures, strict=True)
@@ -146,7 +146,7 @@ class Peer:
             for call_id in range(first, first + len(futures)):
                 del self._pending_calls[call_id]
 
-    async def _send(self, call_id: int, request: Request[_Reply], deadline_s: float) -> None:
+    async def _send_request(self, call_id: int, request: Request[_Reply], deadline_s: float) -> None:
         """Sends one request; an error becomes the outcome of the call."""
         future = self._pending_calls[call_id]
         try:
@@ -186,7 +186,7 @@ class Peer:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read_frames(tasks))
                 # Not left to the reader: a channel closes only when the peer has read what was sent.
-                await self._closed.wait()
+                await self._closed_event.wait()
                 raise lost
         except* TransportError as group:
             lost = first_error(group)
@@ -207,47 +207,47 @@ class Peer:
         while True:
             frame = self.channel.try_receive_nowait() or await self.channel.receive()
             if frame.kind is wire.FrameKind.REQUEST:
-                if self._in_flight >= self._in_flight_max:
-                    self._reject(frame, tasks)
+                if self._requests_in_flight >= self._in_flight_max:
+                    self._reject_request(frame, tasks)
                     continue
-                self._in_flight += 1
-                self._rejections = 0
-                tasks.create_task(self._reply_to(frame))
+                self._requests_in_flight += 1
+                self._consecutive_rejections = 0
+                tasks.create_task(self._handle_and_reply(frame))
             elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
-    def _reject(self, frame: wire.Frame, tasks: asyncio.TaskGroup) -> None:
-        self._rejections += 1
-        if self._rejections > CONCURRENT_REJECTIONS_MAX:
+    def _reject_request(self, frame: wire.Frame, tasks: asyncio.TaskGroup) -> None:
+        self._consecutive_rejections += 1
+        if self._consecutive_rejections > CONSECUTIVE_REJECTIONS_MAX:
             raise ProtocolError(f"{self.name} ignores the limit of {self._in_flight_max} requests in flight")
-        if not self._waiting_rejections and self.channel.try_send_nowait(
-            _pack_reply(self._make_rejection(), frame.call_id)
+        if not self._rejected_call_ids_waiting and self.channel.try_send_nowait(
+            _pack_reply(self._make_overload_error(), frame.call_id)
         ):
             return
-        if len(self._waiting_rejections) >= WAITING_REJECTIONS_MAX:
+        if len(self._rejected_call_ids_waiting) >= WAITING_REJECTIONS_MAX:
             raise ProtocolError(
                 f"{self.name} has not read the rejections of {WAITING_REJECTIONS_MAX} requests",
                 hint="read replies while sending requests",
             )
-        self._waiting_rejections.append(frame.call_id)
-        if len(self._waiting_rejections) == 1:
+        self._rejected_call_ids_waiting.append(frame.call_id)
+        if len(self._rejected_call_ids_waiting) == 1:
             tasks.create_task(self._send_waiting_rejections())
 
     async def _send_waiting_rejections(self) -> None:
-        while self._waiting_rejections and not self.is_closed:
-            await self._send_reply(self._make_rejection(), self._waiting_rejections[0])
-            self._waiting_rejections.popleft()
+        while self._rejected_call_ids_waiting and not self.is_closed:
+            await self._send_reply(self._make_overload_error(), self._rejected_call_ids_waiting[0])
+            self._rejected_call_ids_waiting.popleft()
 
-    def _make_rejection(self) -> OverloadedError:
+    def _make_overload_error(self) -> OverloadedError:
         return OverloadedError(
             f"the limit of {self._in_flight_max} requests in flight on one connection is reached"
         )
 
-    async def _reply_to(self, frame: wire.Frame) -> None:
+    async def _handle_and_reply(self, frame: wire.Frame) -> None:
         try:
             answer: Message | GenieError
             try:
-                answer = await self._handle(frame)
+                answer = await self._handle_request_frame(frame)
             except GenieError as error:
                 # Frames of its traceback refer to it. With thousands of refusals per second, such cycles
                 # would fill the memory until the garbage collector runs.
@@ -260,9 +260,9 @@ class Peer:
             ):
                 await self._send_reply(answer, frame.call_id)
         finally:
-            self._in_flight -= 1
+            self._requests_in_flight -= 1
 
-    def _handle(self, frame: wire.Frame) -> Awaitable[Message]:
+    def _handle_request_frame(self, frame: wire.Frame) -> Awaitable[Message]:
         if self._decoder is None or self._handler is None:
             raise ProtocolError("this side does not accept requests")
         try:
@@ -317,7 +317,9 @@ async def dial(
 ) -> AsyncIterator[Peer]:
     """A context with a connected peer. Errors of the body are raised unchanged."""
     channel = await network.connect(host, port, tls=tls, timeout_s=timeout_s)
-    peer = Peer(channel, requests=requests, handler=handler, in_flight_max=CLUSTER_PEER_IN_FLIGHT_MAX)
+    peer = Peer(
+        channel, requests=requests, handler=handler, in_flight_max=CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX
+    )
     body_error: Exception | None = None
     async with unwrapped_task_group() as group:
         running = group.create_task(peer.run())

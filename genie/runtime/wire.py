@@ -28,9 +28,9 @@ UNAUTHENTICATED_FRAME_BYTES_MAX = 16 * 1024
 """Maximum frame size of an unauthenticated peer."""
 RETRY_AFTER_S_MAX = 3600.0
 
-_PREFACE = struct.Struct(">5sBH")
-_HEADER = struct.Struct(">IBI")
-HEADER_BYTES = _HEADER.size
+_PREFACE_FORMAT = struct.Struct(">5sBH")
+_FRAME_HEADER_FORMAT = struct.Struct(">IBI")
+HEADER_BYTES = _FRAME_HEADER_FORMAT.size
 
 _Reply = TypeVar("_Reply", bound=Message)
 
@@ -63,12 +63,12 @@ _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
 
 
 def make_preface(version: int = VERSION) -> bytes:
-    return _PREFACE.pack(b"GENIE", 0, version)
+    return _PREFACE_FORMAT.pack(b"GENIE", 0, version)
 
 
 def check_preface(data: bytes, *, peer: str) -> None:
     """Raises VersionError for another version of the protocol, ProtocolError for anything else."""
-    magic, zero, version = _PREFACE.unpack(data)
+    magic, zero, version = _PREFACE_FORMAT.unpack(data)
     if magic != b"GENIE" or zero != 0:
         raise ProtocolError(
             f"{peer} does not speak the Genie protocol: it sent {data!r}",
@@ -87,12 +87,12 @@ def pack_frame(kind: FrameKind, call_id: int, payload: bytes) -> bytes:
             f"a message of {len(payload)} bytes exceeds the limit of {FRAME_BYTES_MAX}",
             hint="send smaller messages",
         )
-    return _HEADER.pack(len(payload), kind, call_id) + payload
+    return _FRAME_HEADER_FORMAT.pack(len(payload), kind, call_id) + payload
 
 
 def unpack_header(data: bytes, at: int = 0, *, frame_bytes_max: int, peer: str) -> tuple[int, FrameKind, int]:
     """Length, kind and call ID of the header at offset `at`; checks them before the payload is read."""
-    length, number, call_id = _HEADER.unpack_from(data, at)
+    length, number, call_id = _FRAME_HEADER_FORMAT.unpack_from(data, at)
     if length > frame_bytes_max:
         raise FrameTooLargeError(
             f"{peer} announced a frame of {length} bytes; the limit is {frame_bytes_max}",

@@ -227,7 +227,9 @@ class SimCluster:
                 rng=random.Random(self.world.random.random()),
                 inventory=_SimInventory(lambda: self._gpu_ids[host]),
                 launcher=launcher,
-                disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk, measure_space=disk.measure_space),
+                disk=DiskAccess(
+                    run_journal_call=disk, run_job_file_call=disk, measure_space=disk.measure_space
+                ),
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),

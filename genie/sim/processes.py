@@ -255,13 +255,13 @@ class SimLauncher:
             job_id: _why_unkillable(process) for job_id, process in (leftovers | self._process_by_job).items()
         }
 
-    def take_exits(self) -> list[ExitReport]:
+    def take_exit_reports(self) -> list[ExitReport]:
         ended = [process for process in self._process_by_job.values() if not process.is_alive]
         for process in ended:
             del self._process_by_job[process.job_id]
         return [make_exit_report(process, now_s=self._world.now_s) for process in ended]
 
-    async def wait_exit(self) -> None:
+    async def wait_for_exit_report(self) -> None:
         while self.is_agent_dead or all(process.is_alive for process in self._process_by_job.values()):
             self._has_exits.clear()
             await self._has_exits.wait()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent import joining
-from genie.agent.identity import AGENTS_DIR, read_controllers
+from genie.agent.identity import AGENTS_DIR, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
 from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
@@ -598,7 +598,7 @@ def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
     lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise _already_running_error(
-            state_dir, find_running_cluster(state_dir), holder=files.lock_holder(path)
+            state_dir, find_running_cluster(state_dir), holder=files.read_lock_holder_pid(path)
         )
     try:
         yield
@@ -664,7 +664,7 @@ def _has_joined(node_dir: Path, access: ClusterConfig, *, requires_address_if_un
 
 def _has_controller_address(node_dir: Path, host: str, port: int) -> bool:
     try:
-        known = read_controllers(node_dir)
+        known = read_controller_addresses(node_dir)
     except GenieError:
         return False
     return any(

@@ -28,7 +28,7 @@ from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import rpc
-from genie.runtime.credentials import OWNER_TOKEN_FILE, trust
+from genie.runtime.credentials import OWNER_TOKEN_FILE, make_pinned_client_tls
 from genie.runtime.network import Network
 from genie.supervisor.etcd_member import (
     EtcdMemberProcess,
@@ -85,7 +85,7 @@ async def fetch_credentials(
     """
     client = HandoverClient.create(token)
     for _ in range(_REDIRECTS_MAX):
-        trusted = await trust(
+        trusted = await make_pinned_client_tls(
             network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CALL_TIMEOUT_S
         )
         try:

@@ -183,14 +183,17 @@ def _try_parse_ip(text: str) -> _IpAddress | None:
 
 def _joined_cluster_address(state_dir: Path) -> tuple[str, int] | None:
     """The address of a cluster that this machine has joined, except one that it hosted itself."""
-    from genie.agent.identity import AGENTS_DIR, read_controllers  # imported here: only needed for an error
+    from genie.agent.identity import (
+        AGENTS_DIR,
+        read_controller_addresses,
+    )  # imported here: only needed for an error
 
     own_pin = _read_pin(state_dir / OWNER_TOKEN_FILE)
     for path in sorted((state_dir / AGENTS_DIR).glob("*/node.token")):
         if own_pin is not None and _read_pin(path) == own_pin:
             continue
         try:
-            return read_controllers(path.parent)[0]
+            return read_controller_addresses(path.parent)[0]
         except (GenieError, IndexError):
             continue
     return None

@@ -65,7 +65,7 @@ void Cluster::drop_node(int node) {
   const Node& dropped = this->node(node);
   bool is_free = dropped.free_cpu_milli == dropped.cpu_milli &&
                  dropped.free_memory_mib == dropped.memory_mib &&
-                 std::all_of(dropped.held_requests.begin(), dropped.held_requests.end(),
+                 std::run_all_concurrently(dropped.held_requests.begin(), dropped.held_requests.end(),
                              [](uint16_t count) { return count == 0; });
   if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
   const auto hardware = hardware_counts_.find(hardware_of(dropped));

@@ -58,7 +58,7 @@ class TwoGpuInventory:
 def kill_leftover_job_processes(tmp_path: Path) -> Iterator[None]:
     """Kills processes of jobs that outlive the test, such as children of a killed shim."""
     yield
-    JobProcesses(tmp_path).kill_all()
+    JobProcesses(tmp_path).kill_all_processes()
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ async def test_agent_registers_rack_and_labels(controller: FakeController, run_a
 async def test_gpu_memory_of_running_jobs_does_not_count_as_outside_use(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr(agent, "HARDWARE_POLL_INTERVAL_S_MIN", 0.05)
 
     def outside() -> list[int]:
         return [gpu.memory_outside_bytes for gpu in controller.heartbeats[-1].node.gpus]
@@ -400,7 +400,7 @@ async def test_exit_is_reported_until_it_is_settled(
 async def test_unsettled_exit_is_reported_after_an_agent_restart(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_REQUEST_TIMEOUT_S", 0.1)
     controller.settle = False
     async with run_agent():
         await controller.launch("j1", "/bin/sh", "-c", "exit 6")
@@ -424,7 +424,7 @@ async def test_stopping_the_agent_ends_its_jobs_and_reports_them(
 async def test_stopping_the_agent_does_not_wait_for_an_unresponsive_controller(
     controller: FakeController, run_agent: RunAgent, node_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "LEAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(agent, "LEAVE_REQUEST_TIMEOUT_S", 0.1)
     async with run_agent():
         await controller.launch("j1", *STAY)
         await wait_for_job_process(node_dir, "j1")
@@ -742,7 +742,7 @@ async def test_heartbeats_report_what_an_executor_does_before_it_listens(
             ),
             what="a heartbeat with the note",
         )
-        (node_dir / "jobs" / "s1" / f"{preparation.ENDPOINT_FILE}.stop").touch()
+        (node_dir / "jobs" / "s1" / f"{preparation.EXECUTOR_ENDPOINT_FILE}.stop").touch()
         end = await controller.end_of("s1")
     assert end.exit_code == 3
     assert end.reason.endswith(": there is no C++ compiler (install one)")
@@ -772,7 +772,7 @@ async def test_loss_of_the_client_is_the_reason_of_the_exit(
     async with run_agent():
         await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32)
         await until(lambda: controller.ready, what="ExecutorReady")
-        (node_dir / "jobs" / "s1" / f"{preparation.ENDPOINT_FILE}.stop").touch()
+        (node_dir / "jobs" / "s1" / f"{preparation.EXECUTOR_ENDPOINT_FILE}.stop").touch()
         end = await controller.end_of("s1")
     assert (end.exit_code, end.reason) == (CLIENT_LOST_EXIT_CODE, "exit code 74: the client disconnected")
 

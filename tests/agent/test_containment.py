@@ -75,12 +75,12 @@ class ProcessFreezer:
         cgroups.create(path)
 
     def freeze(self, pid: int) -> None:
-        cgroups._write(self._path, "cgroup.procs", str(pid))
-        cgroups._write(self._path, "freezer.state", "FROZEN")
-        wait_until(lambda: cgroups._read(f"{self._path}/freezer.state").strip() == "FROZEN")
+        cgroups._write_group_file(self._path, "cgroup.procs", str(pid))
+        cgroups._write_group_file(self._path, "freezer.state", "FROZEN")
+        wait_until(lambda: cgroups._read_text_or_empty(f"{self._path}/freezer.state").strip() == "FROZEN")
 
     def thaw(self) -> None:
-        cgroups._write(self._path, "freezer.state", "THAWED")
+        cgroups._write_group_file(self._path, "freezer.state", "THAWED")
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def _wait_for_abandoned_shims() -> Iterator[None]:
 
 
 async def _wait_for_exit(launcher: ShimLauncher) -> ExitReport:
-    (report,) = await until(launcher.take_exits, what="an exit")
+    (report,) = await until(launcher.take_exit_reports, what="an exit")
     return report
 
 
@@ -194,12 +194,12 @@ async def main(directory, code):
     await shims.start_job(other, deadman_expiry_s=time.monotonic() + 60)
     await shims.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     (directory / "work" / "go").touch()
-    await shims.wait_exit()
-    (report,) = shims.take_exits()
+    await shims.wait_for_exit_report()
+    (report,) = shims.take_exit_reports()
     pid = int((directory / "work" / "stray").read_text())
     print(report.job_id, process_table.is_running(pid), sorted(shims.running_jobs_and_kill_errors()))
     shims.kill_job("job-2", reason="the test is over")
-    await shims.wait_exit()
+    await shims.wait_for_exit_report()
     shims.close()
 
 asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
@@ -234,8 +234,8 @@ async def test_accelerator_is_withheld_until_an_unkillable_process_has_ended(
     freezer: ProcessFreezer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
-    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_INTERVAL_S_MIN", 0.05)
+    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_AFTER_GRACE_S", 0.0)
     monkeypatch.setattr(launching, "KILL_RETRY_INTERVAL_S", 0.05)
     async with run_agent(group=cgroup_path):
         order = await controller.launch("j1", *STAY, gpu_ids=(0,))
@@ -274,7 +274,7 @@ async def test_restarted_agent_withholds_the_accelerator_of_a_process_that_it_ca
     make_plan: MakePlan,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_INTERVAL_S_MIN", 0.05)
     monkeypatch.setattr(launching, "KILL_RETRY_INTERVAL_S", 0.05)
     (node_dir / "jobs").mkdir(parents=True)
     directory = node_dir / "jobs" / "j1"
@@ -312,7 +312,7 @@ async def test_agent_process_runs_each_job_in_a_control_group(
     async with start_agent_process() as process:
         await controller.launch("j1", *STAY)
         worker = await wait_for_job_process(node_dir, "j1")
-        own = cgroups._read(f"/proc/{worker.pid}/cgroup")
+        own = cgroups._read_text_or_empty(f"/proc/{worker.pid}/cgroup")
         assert "/genie-n1-" in own
         assert own.rstrip().endswith("/j1.1")
         with contextlib.suppress(ProcessLookupError):

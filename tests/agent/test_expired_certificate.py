@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from genie.agent.agent import Agent
-from genie.agent.identity import find_node_dir, read_identity, renew_certificate_if_due
+from genie.agent.identity import find_node_dir, read_identity, renew_certificate_if_due_and_get_wait_s
 from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher
 from genie.errors import CertificateExpiredError, ConnectionLostError, GenieError, TlsError, TokenRefusedError
@@ -85,7 +85,9 @@ async def test_running_agent_renews_an_expired_certificate(tmp_path: Path) -> No
         node_dir = await _join_with_expired_certificate(one, tmp_path / "node", expired_days=30)
         expired_pem = (node_dir / "node.pem").read_text()
         connection = _make_agent(tmp_path / "node")._connection
-        await renew_certificate_if_due(node_dir, connection, now=time.time(), timeout_s=5, offload=run_inline)
+        await renew_certificate_if_due_and_get_wait_s(
+            node_dir, connection, now=time.time(), timeout_s=5, offload=run_inline
+        )
         assert (node_dir / "node.pem").read_text() != expired_pem
         async with connect_authenticated(TcpNetwork(), connection.access, timeout_s=5, program="agent") as (
             _,

@@ -34,7 +34,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _poll_hardware_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr(agent_module, "HARDWARE_POLL_INTERVAL_S_MIN", 0.05)
 
 
 # --- the decision -------------------------------------------------------------------------------
@@ -42,27 +42,27 @@ def _poll_hardware_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_node_closes_below_the_minimum_free_space_and_reopens_with_a_margin() -> None:
     monitor = DiskMonitor(GIB)
-    assert monitor.blocked_reason(0.0) == "", "not measured yet"
+    assert monitor.why_node_is_blocked(0.0) == "", "not measured yet"
     readings = [(100, ""), (1.1, ""), (0.5, "low"), (1.2, "low"), (1.6, ""), (1.1, "")]
     for free_gib, expected in readings:
-        monitor.update(DiskSpace(total_bytes=100 * GIB, free_bytes=int(free_gib * GIB)))
-        assert monitor.blocked_reason(0.0).startswith(expected) and bool(expected) == bool(
-            monitor.blocked_reason(0.0)
+        monitor.record_reading(DiskSpace(total_bytes=100 * GIB, free_bytes=int(free_gib * GIB)))
+        assert monitor.why_node_is_blocked(0.0).startswith(expected) and bool(expected) == bool(
+            monitor.why_node_is_blocked(0.0)
         )
-        assert monitor.missing_bytes == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
+        assert monitor.bytes_to_free == (int(1.5 * GIB) - int(free_gib * GIB) if expected else 0)
 
 
 def test_minimum_free_space_is_at_most_a_twentieth_of_the_disk() -> None:
     monitor = DiskMonitor(GIB)
-    monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
-    assert not monitor.blocked_reason(0.0)
-    monitor.update(DiskSpace(total_bytes=GIB, free_bytes=GIB // 30))
-    assert monitor.blocked_reason(0.0) == "low disk space: 0.03 GiB free, 0.07 GiB needed"
+    monitor.record_reading(DiskSpace(total_bytes=GIB, free_bytes=GIB // 10))
+    assert not monitor.why_node_is_blocked(0.0)
+    monitor.record_reading(DiskSpace(total_bytes=GIB, free_bytes=GIB // 30))
+    assert monitor.why_node_is_blocked(0.0) == "low disk space: 0.03 GiB free, 0.07 GiB needed"
 
 
 def test_node_is_closed_while_the_disk_does_not_respond() -> None:
-    assert not DiskMonitor(GIB).blocked_reason(STALLED_WRITE_S_MIN - 1)
-    assert DiskMonitor(GIB).blocked_reason(STALLED_WRITE_S_MIN + 2) == (
+    assert not DiskMonitor(GIB).why_node_is_blocked(STALLED_WRITE_S_MIN - 1)
+    assert DiskMonitor(GIB).why_node_is_blocked(STALLED_WRITE_S_MIN + 2) == (
         "the disk does not respond: a write has taken 7 s"
     )
 
@@ -101,7 +101,9 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def measure_finished_runs(journal: Journal) -> dict[Path, RunDirectorySize]:
-    found = {path: job_files.try_measure_run(path, None) for path in journal.finished_run_directories(())}
+    found = {
+        path: job_files.try_measure_run_directory(path, None) for path in journal.finished_run_directories(())
+    }
     return {path: size for path, size in found.items() if size is not None}
 
 
@@ -111,7 +113,7 @@ def has_workdir_by_job(journal: Journal) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("bytes_max", "missing_bytes", "expected"),
+    ("bytes_max", "bytes_to_free", "expected"),
     [
         (10**9, 0, {"j0": True, "j1": True, "j2": True, "j3": True}),
         (350_000, 0, {"j0": False, "j1": False, "j2": True, "j3": True}),
@@ -121,11 +123,11 @@ def has_workdir_by_job(journal: Journal) -> dict[str, bool]:
     ],
 )
 def test_oldest_working_directories_are_evicted_first_and_logs_last(
-    journal: Journal, bytes_max: int, missing_bytes: int, expected: dict[str, bool]
+    journal: Journal, bytes_max: int, bytes_to_free: int, expected: dict[str, bool]
 ) -> None:
     measured = measure_finished_runs(journal)
-    journal.discard_old_runs(
-        kept_count=9, live_job_ids=(), sizes=measured, bytes_max=bytes_max, missing_bytes=missing_bytes
+    journal.discard_old_runs_and_list_discarded(
+        kept_count=9, live_job_ids=(), sizes=measured, bytes_max=bytes_max, bytes_to_free=bytes_to_free
     )
     assert has_workdir_by_job(journal) == expected
     assert [path.name for path in journal.finished_run_directories(())] == sorted(expected, reverse=True)
@@ -133,16 +135,16 @@ def test_oldest_working_directories_are_evicted_first_and_logs_last(
 
 def test_size_of_a_run_directory_is_measured_once(journal: Journal) -> None:
     directory = journal.job_dir("j1")
-    first = job_files.try_measure_run(directory, None)
+    first = job_files.try_measure_run_directory(directory, None)
     assert (
         first is not None and 100_000 <= first.work_dir_bytes <= 120_000 and first.other_files_bytes >= 10_000
     )
     (directory / "work" / "more").write_bytes(b"x" * 100_000)
-    assert job_files.try_measure_run(directory, first) == first
-    assert job_files.try_measure_run(directory, replace(first, inode=0)) != first
+    assert job_files.try_measure_run_directory(directory, first) == first
+    assert job_files.try_measure_run_directory(directory, replace(first, inode=0)) != first
     (directory / "work").rename(directory / "gone")
-    assert job_files.try_measure_run(directory, first) == replace(first, work_dir_bytes=0)
-    assert job_files.try_measure_run(journal.job_dir("none"), None) is None
+    assert job_files.try_measure_run_directory(directory, first) == replace(first, work_dir_bytes=0)
+    assert job_files.try_measure_run_directory(journal.job_dir("none"), None) is None
 
 
 def test_directory_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
@@ -168,18 +170,18 @@ def test_small_file_is_overwritten_where_it_cannot_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "incarnation"
-    files.replace_or_overwrite(path, b"100")
+    files.replace_or_overwrite_private_file(path, b"100")
 
     def full(*ignored: object) -> None:
         raise StoreFullError("no space")
 
     monkeypatch.setattr(files, "write_private", full)
-    files.replace_or_overwrite(path, b"99")
+    files.replace_or_overwrite_private_file(path, b"99")
     assert path.read_bytes() == b"99 "
-    files.replace_or_overwrite(path, b"1000")
+    files.replace_or_overwrite_private_file(path, b"1000")
     assert path.read_bytes() == b"1000"
     with pytest.raises(StoreFullError):
-        files.replace_or_overwrite(tmp_path / "new", b"1")
+        files.replace_or_overwrite_private_file(tmp_path / "new", b"1")
 
 
 # --- the agent ----------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ async def test_temporary_files_of_a_job_are_removed_when_it_ends(
 async def test_agent_waits_for_disk_space_to_store_its_incarnation(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(agent_module, "DISK_RETRY_INTERVAL_S", 0.05)
     real, attempts = Journal.begin_incarnation, 0
 
     def begin(journal: Journal) -> int:

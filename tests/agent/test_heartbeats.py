@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from genie.agent.heartbeats import NodeLease, actions_from_reply
+from genie.agent.heartbeats import NodeLease, actions_from_heartbeat_reply
 from genie.model.messages import HeartbeatAck, JobOrder
 
 LIVE = {"a": 1, "b": 2}
@@ -30,7 +30,7 @@ def test_reply_to_an_older_heartbeat_does_not_shorten_the_lease() -> None:
     held = make_lease()
     held.extend(sent_at_s=100.0)
     held.extend(sent_at_s=95.0)
-    assert held.expires_s == 107.0
+    assert held.expires_at_s == 107.0
 
 
 def test_lease_is_extended_while_there_is_no_leader() -> None:
@@ -38,7 +38,7 @@ def test_lease_is_extended_while_there_is_no_leader() -> None:
     held.extend(sent_at_s=100.0)
     for requested_s in (105.0, 110.0, 115.0):
         held.extend_without_leader(requested_at_s=requested_s)
-    assert held.expires_s == 122.0
+    assert held.expires_at_s == 122.0
 
 
 def test_expired_lease_is_not_extended_without_a_leader() -> None:
@@ -56,8 +56,8 @@ def test_missing_leader_does_not_create_a_lease() -> None:
 
 
 def test_grace_period_is_capped_by_the_time_to_live() -> None:
-    assert make_lease(10.0).grace_after_expiry_s(5.0) == 1.5
-    assert make_lease(10.0).grace_after_expiry_s(1.0) == 1.0
+    assert make_lease(10.0).grace_after_lease_expiry_s(5.0) == 1.5
+    assert make_lease(10.0).grace_after_lease_expiry_s(1.0) == 1.0
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def make_order(job_id: str, epoch: int) -> JobOrder:
 
 
 def test_orders_for_local_jobs_become_actions() -> None:
-    done = actions_from_reply(
+    done = actions_from_heartbeat_reply(
         make_ack(kill=[make_order("a", 1)], settled=[make_order("c", 3)]),
         live_epochs=LIVE,
         ended_epochs=ENDED,
@@ -88,7 +88,7 @@ def test_orders_for_local_jobs_become_actions() -> None:
 def test_orders_for_other_epochs_and_unknown_jobs_are_ignored() -> None:
     orders = [make_order("a", 2), make_order("c", 3), make_order("x", 1)]
     settled = [make_order("c", 2), make_order("a", 1), make_order("x", 1)]
-    done = actions_from_reply(
+    done = actions_from_heartbeat_reply(
         make_ack(kill=orders, settled=settled), live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5
     )
     assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (True, (), ())
@@ -96,7 +96,7 @@ def test_orders_for_other_epochs_and_unknown_jobs_are_ignored() -> None:
 
 def test_reply_of_a_standby_is_ignored() -> None:
     reply = make_ack(leading=False, kill=[make_order("a", 1)], settled=[make_order("c", 3)])
-    done = actions_from_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
+    done = actions_from_heartbeat_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
     assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids, done.not_leader_reason) == (
         False,
         (),
@@ -107,6 +107,6 @@ def test_reply_of_a_standby_is_ignored() -> None:
 
 def test_reply_of_a_replaced_leader_is_ignored() -> None:
     reply = make_ack(leader_token=4, kill=[make_order("a", 1)], settled=[make_order("c", 3)])
-    done = actions_from_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
+    done = actions_from_heartbeat_reply(reply, live_epochs=LIVE, ended_epochs=ENDED, leader_token_seen=5)
     assert (done.is_leader, done.jobs_to_kill, done.settled_job_ids) == (False, (), ())
     assert "older than revision 5 of generation 0" in done.not_leader_reason

@@ -9,7 +9,7 @@ import pytest
 from genie.agent.identity import (
     find_node_dir,
     read_identity,
-    renew_certificate_if_due,
+    renew_certificate_if_due_and_get_wait_s,
     write_identity,
 )
 from genie.agent.joining import join_cluster
@@ -137,7 +137,9 @@ async def test_fresh_certificate_is_not_renewed(tmp_path: Path) -> None:
         node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
     start, end = tls.validity_period((node_dir / "node.pem").read_text())
     now = (start + end) / 2 - 5
-    renewed = renew_certificate_if_due(node_dir, None, now=now, timeout_s=1, offload=run_inline)  # type: ignore[arg-type]
+    renewed = renew_certificate_if_due_and_get_wait_s(
+        node_dir, None, now=now, timeout_s=1, offload=run_inline
+    )  # type: ignore[arg-type]
     assert await renewed == pytest.approx(5)
 
 

@@ -79,7 +79,7 @@ def test_accepted_job_is_known_after_a_crash(journal: Journal) -> None:
 def test_next_run_of_a_job_starts_with_an_empty_directory(journal: Journal) -> None:
     directory = journal.record_launch(make_job_record("j1"))
     (directory / "work" / "left").touch()
-    journal.write_exit(make_exit_report("j1"))
+    journal.write_exit_record(make_exit_report("j1"))
     journal.record_launch(make_job_record("j1", epoch=2))
     assert journal.unsettled_exits() == {}
     assert not list((directory / "work").iterdir())
@@ -87,17 +87,17 @@ def test_next_run_of_a_job_starts_with_an_empty_directory(journal: Journal) -> N
 
 def test_exit_is_pending_until_it_is_settled(journal: Journal) -> None:
     journal.record_launch(make_job_record("j1"))
-    journal.write_exit(make_exit_report("j1"))
+    journal.write_exit_record(make_exit_report("j1"))
     assert reopen(journal).unsettled_exits() == {"j1": make_exit_report("j1")}
-    journal.mark_settled(["j1"])
+    journal.mark_exits_settled(["j1"])
     assert reopen(journal).unsettled_exits() == {}
-    journal.mark_settled(["j1"])  # a repetition is harmless
+    journal.mark_exits_settled(["j1"])  # a repetition is harmless
 
 
 def test_damaged_exit_record_does_not_hide_the_others(journal: Journal) -> None:
     for job_id in ("j1", "j2"):
         journal.record_launch(make_job_record(job_id))
-        journal.write_exit(make_exit_report(job_id))
+        journal.write_exit_record(make_exit_report(job_id))
     (journal.job_dir("j1") / "exit.json").write_bytes(b"half")
     assert journal.unsettled_exits() == {"j2": make_exit_report("j2")}
 
@@ -106,8 +106,8 @@ def test_only_old_settled_jobs_are_pruned(journal: Journal) -> None:
     for number in range(6):
         directory = journal.record_launch(make_job_record(f"j{number}"))
         os.utime(directory, (number, number))
-    journal.write_exit(make_exit_report("j0"))
-    discarded = journal.discard_old_runs(kept_count=2, live_job_ids={"j1"})
+    journal.write_exit_record(make_exit_report("j0"))
+    discarded = journal.discard_old_runs_and_list_discarded(kept_count=2, live_job_ids={"j1"})
     assert sorted(path.name[:4] for path in discarded) == [".j2.", ".j3."]
     assert journal.list_job_ids() == ["j0", "j1", "j4", "j5"]
 
@@ -128,18 +128,20 @@ def test_exit_reason_mentions_lost_log_output() -> None:
 
 def record_ended_job(journal: Journal, job_id: str) -> Path:
     directory = journal.record_launch(make_job_record(job_id))
-    journal.write_exit(make_exit_report(job_id))
+    journal.write_exit_record(make_exit_report(job_id))
     return directory
 
 
 def test_exit_is_settled_if_its_record_cannot_be_renamed(journal: Journal) -> None:
     (record_ended_job(journal, "j1") / "settled.json").mkdir()
     record_ended_job(journal, "j2")
-    journal.mark_settled(["j1", "j2"])
+    journal.mark_exits_settled(["j1", "j2"])
     assert journal.unsettled_exits() == {}
     assert reopen(journal).unsettled_exits() == {}
     assert journal.has_discarded_directories
-    assert [path.name[:4] for path in journal.discard_old_runs(kept_count=9, live_job_ids=())] == [".j1."]
+    assert [
+        path.name[:4] for path in journal.discard_old_runs_and_list_discarded(kept_count=9, live_job_ids=())
+    ] == [".j1."]
     assert not journal.has_discarded_directories
 
 
@@ -153,11 +155,13 @@ def test_exit_is_settled_in_memory_if_its_directory_cannot_be_moved(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", refuse)
-        journal.mark_settled(["j1"])
+        journal.mark_exits_settled(["j1"])
     assert journal.unsettled_exits() == {}
-    assert [path.name[:4] for path in journal.discard_old_runs(kept_count=0, live_job_ids=())] == [".j1."]
+    assert [
+        path.name[:4] for path in journal.discard_old_runs_and_list_discarded(kept_count=0, live_job_ids=())
+    ] == [".j1."]
     journal.record_launch(make_job_record("j1", epoch=2))
-    journal.write_exit(make_exit_report("j1"))
+    journal.write_exit_record(make_exit_report("j1"))
     assert journal.unsettled_exits() == {"j1": make_exit_report("j1")}
 
 
@@ -180,7 +184,7 @@ def test_unreadable_job_or_exit_record_is_ignored(journal: Journal, name: str, k
     record_ended_job(journal, "j2")
     assert set(journal.unsettled_exits()) == ({"j2"} if name == "exit.json" else {"j1", "j2"})
     assert (journal.read_job_record("j1") is None) == (name == "job.json")
-    journal.discard_old_runs(kept_count=0, live_job_ids=())
+    journal.discard_old_runs_and_list_discarded(kept_count=0, live_job_ids=())
 
 
 def test_exit_record_of_another_job_is_ignored(journal: Journal) -> None:
@@ -194,7 +198,7 @@ def test_pipe_at_the_exit_path_does_not_block_the_write(journal: Journal) -> Non
     directory = journal.record_launch(make_job_record("j1"))
     os.mkfifo(directory / "exit.json")
     os.mkfifo(directory / f".exit.json.{os.getpid()}.new")
-    journal.write_exit(make_exit_report("j1"))
+    journal.write_exit_record(make_exit_report("j1"))
     assert journal.unsettled_exits() == {"j1": make_exit_report("j1")}
 
 
@@ -203,8 +207,8 @@ def test_write_exit_fails_if_the_directory_became_a_file(journal: Journal) -> No
     shutil.rmtree(directory)
     directory.touch()
     with pytest.raises(StoreFullError):
-        journal.write_exit(make_exit_report("j1"))
-    journal.mark_settled(["j1"])
+        journal.write_exit_record(make_exit_report("j1"))
+    journal.mark_exits_settled(["j1"])
     assert (journal.read_job_record("j1"), journal.unsettled_exits()) == (None, {})
     assert journal.record_launch(make_job_record("j1", epoch=2)).is_dir()
 
@@ -214,7 +218,7 @@ def test_next_run_does_not_wait_for_the_removal_of_the_previous_directory(
 ) -> None:
     (journal.record_launch(make_job_record("j1")) / "work" / "left").touch()
     journal.record_launch(make_job_record("j1", epoch=2))
-    (aside,) = journal.discard_old_runs(kept_count=9, live_job_ids={"j1"})
+    (aside,) = journal.discard_old_runs_and_list_discarded(kept_count=9, live_job_ids={"j1"})
     assert (aside / "work" / "left").exists()
     job_files.try_remove_tree(aside)
     assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
@@ -232,7 +236,7 @@ def test_logs_of_the_newest_earlier_runs_are_kept(journal: Journal) -> None:
     }
     assert kept == {epoch: f"{epoch}" for epoch in (8, 9, 10, 11, 13)}
     assert journal.run_dir("j1", 13) == journal.run_dir("j1", 0) == journal.job_dir("j1")
-    for path in journal.discard_old_runs(kept_count=9, live_job_ids={"j1"}):
+    for path in journal.discard_old_runs_and_list_discarded(kept_count=9, live_job_ids={"j1"}):
         job_files.try_remove_tree(path)
     assert [path.name for path in journal.jobs_dir.iterdir()] == ["j1"]
 
@@ -256,6 +260,6 @@ def test_many_exits_are_settled_with_one_sync(journal: Journal, monkeypatch: pyt
         record_ended_job(journal, f"j{number}")
     synced: list[Path] = []
     monkeypatch.setattr(files, "sync_directory", synced.append)
-    journal.mark_settled([f"j{number}" for number in range(5)])
+    journal.mark_exits_settled([f"j{number}" for number in range(5)])
     assert len(synced) == 1
     assert journal.unsettled_exits() == {}

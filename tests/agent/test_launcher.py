@@ -60,8 +60,8 @@ def test_exit_is_received_if_the_shim_left_a_line_unread(
         shims.extend_deadman_timers(2.0)
         os.close(ends[0])
         async with asyncio.timeout(20):
-            await shims.wait_exit()
-        ended = shims.take_exits()
+            await shims.wait_for_exit_report()
+        ended = shims.take_exit_reports()
         shims.close()
         return ended
 
@@ -118,7 +118,7 @@ def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kil
         await shims.start_job(_make_plan(tmp_path), deadman_expiry_s=1.0)
         os.write(ends[0], _exit_record_with_survivor(survivor.pid) + b"\n")
         os.close(ends[0])
-        (report,) = await until(shims.take_exits)
+        (report,) = await until(shims.take_exit_reports)
         shims.close()
         return report
 
@@ -165,11 +165,11 @@ def test_second_kill_can_shorten_the_grace_period(tmp_path: Path) -> None:
         await shims.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
         await until(lambda: b"up" in read_log_chunk(tmp_path, offset=0, bytes_max=100, is_live=True).data)
         shims.kill_job("j-1", reason="makes room", grace_s=86400.0)
-        assert shims.take_exits() == []
+        assert shims.take_exit_reports() == []
         shims.kill_job("j-1", reason="cancelled")
         async with asyncio.timeout(20):
-            await shims.wait_exit()
-        ended = shims.take_exits()
+            await shims.wait_for_exit_report()
+        ended = shims.take_exit_reports()
         shims.close()
         return ended
 
@@ -210,7 +210,7 @@ def test_leftovers_are_all_stopped_before_one_is_killed(
     environment = {leftovers.JOB_DIR_VARIABLE: str(tmp_path / "j1")}
     sleepers = [subprocess.Popen(["/bin/sleep", "300"], env=environment) for _ in range(3)]
     try:
-        found, stubborn = leftovers.JobProcesses(tmp_path).kill_all()
+        found, stubborn = leftovers.JobProcesses(tmp_path).kill_all_processes()
     finally:
         for sleeper in sleepers:
             sleeper.kill()
@@ -223,7 +223,9 @@ def test_start_record_cannot_make_the_agent_kill_itself(tmp_path: Path) -> None:
     own = leftovers.ProcessIdentity.of_pid(os.getpid())
     assert own is not None
     with subprocess.Popen(["/bin/sleep", "300"]) as child:
-        assert leftovers.JobProcesses(tmp_path, recorded_processes={own: "j1"}).kill_all(timeout_s=0.1) == (
+        assert leftovers.JobProcesses(tmp_path, recorded_processes={own: "j1"}).kill_all_processes(
+            timeout_s=0.1
+        ) == (
             0,
             {},
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from genie.agent.identity import read_identity, write_controllers, write_identity
+from genie.agent.identity import read_identity, write_controller_addresses, write_identity
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import (
     ConnectionLostError,
@@ -74,7 +74,7 @@ async def connect_to_controllers(
     link.endpoints = tuple((HOST, port) for port in every)
     watched = RecordedConnection(link)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
+        task = group.create_task(link.keep_connected_to_leader(watched.take, watched.no_leader.append))
         try:
             yield watched
         finally:
@@ -160,7 +160,7 @@ async def test_final_error_of_the_leader_is_raised_rather_than_that_of_another_c
 ) -> None:
     controller.refusals[Hello] = TokenRefusedError("token x is unknown")
     is_rejected = asyncio.Event()
-    try_endpoint, reply_to_hello = LeaderConnection._try_endpoint, second_controller._answer_hello
+    try_endpoint, reply_to_hello = LeaderConnection._try_controller, second_controller._answer_hello
 
     async def try_and_record(*arguments: Any) -> object:
         result = await try_endpoint(*arguments)
@@ -174,7 +174,7 @@ async def test_final_error_of_the_leader_is_raised_rather_than_that_of_another_c
     async def refuse(peer: rpc.Peer) -> None:
         raise ProtocolError("node n1 has another version")
 
-    monkeypatch.setattr(LeaderConnection, "_try_endpoint", try_and_record)
+    monkeypatch.setattr(LeaderConnection, "_try_controller", try_and_record)
     monkeypatch.setattr(second_controller, "_answer_hello", reply_after_the_rejection)
     with pytest.raises(ExceptionGroup) as caught:
         async with connect_to_controllers(controller, second_controller, timeout_s=10) as watched:
@@ -188,7 +188,7 @@ async def test_rejection_is_retried_after_the_first_registration(controller: Fak
         raise TokenRefusedError("token x was revoked")
 
     async with connect_to_controllers(controller) as watched:
-        watched.link.apply_registration(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
+        watched.link.apply_registration_reply(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
         watched.attend = refused
         await until(lambda: len(watched.attended) >= 3, what="further attempts")
     assert watched.no_leader == []
@@ -234,7 +234,7 @@ async def test_restarted_agent_tries_every_stored_controller(
         ca_pem="",
         controller=(HOST, 1),
     )
-    write_controllers(node_dir, ((HOST, 1), (HOST, controller.port)))
+    write_controller_addresses(node_dir, ((HOST, 1), (HOST, controller.port)))
     link = LeaderConnection(
         read_identity(node_dir),
         network=TcpNetwork(),
@@ -245,7 +245,7 @@ async def test_restarted_agent_tries_every_stored_controller(
     )
     watched = RecordedConnection(link)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(link.serve_leaders(watched.take, watched.no_leader.append))
+        task = group.create_task(link.keep_connected_to_leader(watched.take, watched.no_leader.append))
         await until(lambda: watched.attended == [controller.address])
         task.cancel()
     given = read_identity(node_dir, controller=(HOST, 2))

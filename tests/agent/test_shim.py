@@ -32,7 +32,7 @@ async def run_until_exit(launcher: ShimLauncher, plan: LaunchPlan, *, for_s: flo
 
 async def wait_for_exit(launcher: ShimLauncher) -> ExitReport:
     ends: list[ExitReport] = []
-    await until(lambda: ends.extend(launcher.take_exits()) or ends, what="an end")
+    await until(lambda: ends.extend(launcher.take_exit_reports()) or ends, what="an end")
     return ends[0]
 
 
@@ -302,7 +302,7 @@ async def test_job_keeps_running_while_its_dead_man_timer_is_refreshed(
 
     def vouched() -> list[ExitReport]:
         launcher.extend_deadman_timers(time.monotonic() + 1.5)
-        return launcher.take_exits()
+        return launcher.take_exit_reports()
 
     (report,) = await until(vouched, what="the end of the job itself")
     assert report.exit_code == 9
@@ -358,7 +358,7 @@ async def test_expired_lease_shortens_the_grace_period(launcher: ShimLauncher, m
 async def test_unresponsive_shim_is_killed_with_its_job(
     launcher: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_S", 0.0)
+    monkeypatch.setattr(launching, "SHIM_KILL_DELAY_AFTER_GRACE_S", 0.0)
     plan = make_plan("/bin/sh", "-c", "echo $$ > pid; sleep 300", grace_s=0.0)
     await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     job = await wait_for_process_in_file(plan.work_dir / "pid")
@@ -368,7 +368,7 @@ async def test_unresponsive_shim_is_killed_with_its_job(
 
     def told_again() -> list[ExitReport]:
         launcher.kill_job("job-1", reason="enough")
-        return launcher.take_exits()
+        return launcher.take_exit_reports()
 
     (report,) = await until(told_again, what="the end")
     assert report.reason == "enough"

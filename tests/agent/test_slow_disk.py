@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from genie.agent import agent as agent_module
-from genie.agent.disk import PENDING_CHANGES_MAX, DiskAccess, JournalWriteQueue
+from genie.agent.disk import PENDING_JOURNAL_CHANGES_MAX, DiskAccess, JournalWriteQueue
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.job import JobKind
 from genie.processes.clock import SystemClock
@@ -58,7 +58,7 @@ async def test_heartbeats_continue_while_the_disk_is_blocked(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     disk = ControllableDisk()
-    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
+    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_job_file_call=disk)):
         await controller.launch("j1", *STAY)
         job = await wait_for_job_process(node_dir, "j1")
         peer = await controller.peer()
@@ -78,7 +78,7 @@ async def test_exit_is_reported_while_the_disk_is_blocked(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     disk = ControllableDisk()
-    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
+    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_job_file_call=disk)):
         order = await controller.launch("j1", *STAY)
         await wait_for_job_process(node_dir, "j1")
         disk.block()
@@ -93,7 +93,7 @@ async def test_registration_and_heartbeats_do_not_need_disk_space(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     disk = ControllableDisk()
-    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
+    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_job_file_call=disk)):
         await controller.launch("j1", *STAY)
         job = await wait_for_job_process(node_dir, "j1")
         disk.is_full = True
@@ -117,7 +117,7 @@ async def test_running_jobs_survive_the_loss_of_the_directory_of_jobs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agent_module, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(agent_module, "DISK_RETRY_INTERVAL_S", 0.05)
     async with run_agent():
         await controller.launch("j1", *STAY)
         job = await wait_for_job_process(node_dir, "j1")
@@ -138,7 +138,7 @@ async def test_launch_that_is_cancelled_while_it_is_recorded_is_not_listed(
     controller: FakeController, run_agent: RunAgent
 ) -> None:
     disk = ControllableDisk()
-    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
+    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_job_file_call=disk)):
         peer = await controller.peer()
         disk.block()
         launching = asyncio.ensure_future(peer.call(controller.launch_of("j1", *STAY), timeout_s=20))
@@ -156,9 +156,9 @@ async def test_node_is_closed_while_its_disk_is_blocked(
     controller: FakeController, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("genie.agent.disk.STALLED_WRITE_S_MIN", 0.2)
-    monkeypatch.setattr("genie.agent.agent.HARDWARE_POLL_S_MIN", 0.05)
+    monkeypatch.setattr("genie.agent.agent.HARDWARE_POLL_INTERVAL_S_MIN", 0.05)
     disk = ControllableDisk()
-    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_bulk_call=disk)):
+    async with run_agent(disk=DiskAccess(run_journal_call=disk, run_job_file_call=disk)):
         peer = await controller.peer()
         disk.block()
         launching = asyncio.ensure_future(peer.call(controller.launch_of("j1", "true"), timeout_s=20))
@@ -202,7 +202,7 @@ async def test_event_loop_uses_no_files_after_the_start(
     controller: FakeController, run_agent: RunAgent, node_dir: Path
 ) -> None:
     with file_io_threads("journal") as journal, file_io_threads("files") as bulk:
-        async with run_agent(disk=DiskAccess(run_journal_call=journal, run_bulk_call=bulk), jobs_kept=1):
+        async with run_agent(disk=DiskAccess(run_journal_call=journal, run_job_file_call=bulk), jobs_kept=1):
             await controller.peer()
             with record_files_used_by_this_thread(node_dir) as found:
                 await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32)
@@ -246,7 +246,7 @@ async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCap
     writes.add_work(fail, action="record the exit of j1")
     writes.add_work(lambda: 1 // 0, action="count")
     writes.add_work(lambda: done.append(1), action="append")
-    await writes.finish_pending()
+    await writes.run_pending_work()
     assert done == [1]
     assert "could not record the exit of j1: no space" in caplog.text
 
@@ -254,10 +254,10 @@ async def test_failed_change_does_not_stop_the_write_queue(caplog: pytest.LogCap
 async def test_write_queue_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     writes = JournalWriteQueue(run_inline, SystemClock())
     done: list[int] = []
-    for _ in range(PENDING_CHANGES_MAX + 1):
+    for _ in range(PENDING_JOURNAL_CHANGES_MAX + 1):
         writes.add_work(lambda: done.append(1), action="append")
     with pytest.raises(StoreFullError, match="the disk is too slow"):
         await writes.run_work(lambda: None)
-    await writes.finish_pending()
-    assert len(done) == PENDING_CHANGES_MAX
+    await writes.run_pending_work()
+    assert len(done) == PENDING_JOURNAL_CHANGES_MAX
     assert "are pending" in caplog.text

@@ -32,7 +32,7 @@ from genie.model.node import NodeInfo
 from genie.model.tenant import TokenKind
 from genie.processes.clock import Clock, SystemClock
 from genie.runtime import rpc, tls
-from genie.runtime.credentials import Access, connect_authenticated, trust
+from genie.runtime.credentials import Access, connect_authenticated, make_pinned_client_tls
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
 from tests.fakes.agent import FakeAgent, make_node_info
@@ -138,7 +138,7 @@ class RunningController:
 
     async def access(self, token: str = "") -> Access:
         parsed = parse_token(token or (self.state_dir / "owner.token").read_text())
-        trusted = await trust(
+        trusted = await make_pinned_client_tls(
             self.network, "127.0.0.1", self.port, pin=parsed.pin, state_dir=self.state_dir, timeout_s=CALL_S
         )
         return Access("127.0.0.1", self.port, parsed, trusted)

@@ -15,7 +15,7 @@ from tests.house.repository_files import parse_file, python_files, relative_path
 
 # "file: target": the reason.
 ASSIGNED_FROM_OUTSIDE: dict[str, str] = {
-    "genie/agent/shim.py: self._command.returncode": "Popen: the shim has collected the exit status itself",
+    "genie/agent/shim.py: self._job_process.returncode": "Popen: the shim has reaped the process itself",
     "genie/cluster/lifecycle/heartbeats.py: self._state.node": "ClusterState is documented as mutable",
     "genie/cluster/lifecycle/heartbeats.py: self._state.nodes": "ClusterState is documented as mutable",
     "genie/device/import_hook.py: self._search_in_progress.now": "threading.local",

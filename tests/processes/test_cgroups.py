@@ -67,14 +67,14 @@ def test_kill_includes_nested_groups(cgroup_path: str) -> None:
 def test_group_without_freezer_and_kill_file_is_killed_by_signals(
     cgroup_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = cgroups._write
+    write = cgroups._write_group_file
 
     def refuse(path: str, name: str, text: str) -> None:
         if name != "cgroup.procs":
             raise FileNotFoundError(name)
         write(path, name, text)
 
-    monkeypatch.setattr(cgroups, "_write", refuse)
+    monkeypatch.setattr(cgroups, "_write_group_file", refuse)
     with _run_in_cgroup(cgroup_path, "/bin/sleep", "300") as process:
         cgroups.kill(cgroup_path)
         assert process.wait() == -9
@@ -119,7 +119,7 @@ def test_own_control_groups_are_found_from_the_mount_table(
     tmp_path: Path, own: str, mounts: str, groups: list[str]
 ) -> None:
     root = _write_fake_proc(tmp_path, own=own, mounts=mounts)
-    assert cgroups.own_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
+    assert cgroups.own_control_groups(root) == [f"{root}sys/fs/cgroup/{group}" for group in groups]
 
 
 def test_directory_that_is_no_control_group_is_not_usable(tmp_path: Path) -> None:

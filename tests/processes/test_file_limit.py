@@ -9,9 +9,9 @@ import pytest
 
 RAISE_LIMIT_SCRIPT = """
 import resource, sys
-from genie.processes.file_limit import raise_file_limit
+from genie.processes.file_limit import raise_open_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
-print(raise_file_limit(int(sys.argv[1])), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(raise_open_file_limit(int(sys.argv[1])), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 TRIM_HEAP_SCRIPT = """
 from genie.processes import memory

@@ -70,7 +70,7 @@ def test_lock_is_exclusive_and_released_when_its_process_dies(tmp_path: Path) ->
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert files.FileLock.try_acquire(path) is None
-        assert files.lock_holder(path) == str(holder.pid)
+        assert files.read_lock_holder_pid(path) == str(holder.pid)
         holder.kill()
     lock = files.FileLock.try_acquire(path)
     assert lock is not None

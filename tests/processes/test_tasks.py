@@ -9,10 +9,10 @@ import pytest
 
 from genie.errors import ProtocolError
 from genie.processes.tasks import (
-    all_of,
     first_error,
     pause_timeout,
     reduce_garbage_collection,
+    run_all_concurrently,
     unwrapped_task_group,
     wait_first_completed,
 )
@@ -42,7 +42,7 @@ async def test_all_of_cancels_the_rest_and_raises_the_first_error() -> None:
         raise ProtocolError("no")
 
     with pytest.raises(ProtocolError, match="no"):
-        await all_of([blocks(), fails()])
+        await run_all_concurrently([blocks(), fails()])
     assert ended == ["blocks"]
 
 
@@ -52,8 +52,8 @@ async def test_all_of_returns_results_in_order() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert await all_of(map(after, (5, 0, 2))) == [5, 0, 2]
-    assert await all_of([]) == []
+    assert await run_all_concurrently(map(after, (5, 0, 2))) == [5, 0, 2]
+    assert await run_all_concurrently([]) == []
 
 
 async def test_paused_timeout_continues_with_its_remaining_time() -> None:

@@ -30,8 +30,8 @@ from genie.runtime.credentials import (
     connect_authenticated,
     find_access,
     find_address,
+    make_pinned_client_tls,
     store_trusted_ca,
-    trust,
 )
 from genie.runtime.logins import remove_login, store_login
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
@@ -232,9 +232,12 @@ class FakeResolverNetwork(TcpNetwork):
 
 
 async def test_token_without_tls_works_only_on_loopback(tmp_path: Path) -> None:
-    assert await trust(NETWORK, "127.0.0.1", 1, pin="-", state_dir=tmp_path, timeout_s=1) is None
+    assert (
+        await make_pinned_client_tls(NETWORK, "127.0.0.1", 1, pin="-", state_dir=tmp_path, timeout_s=1)
+        is None
+    )
     with pytest.raises(TlsError, match="is not this machine"):
-        await trust(NETWORK, "gpu-box", 1, pin="-", state_dir=tmp_path, timeout_s=1)
+        await make_pinned_client_tls(NETWORK, "gpu-box", 1, pin="-", state_dir=tmp_path, timeout_s=1)
 
 
 def test_local_cluster_is_written_and_read(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ async def _reply_or_error(peer: rpc.Peer, request: Request[LogChunk]) -> LogChun
 
 
 async def test_peer_that_ignores_the_limit_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 5)
+    monkeypatch.setattr(rpc, "CONSECUTIVE_REJECTIONS_MAX", 5)
     async with run_scripted_server() as (server, port), connect_peer(port) as peer:
         await until(lambda: server.peers)
         server.peers[0].set_in_flight_max(2)
@@ -413,9 +413,9 @@ class _SlowlyReadChannel(_NeverReadChannel):
 async def test_rejections_that_a_slow_reader_leaves_unread_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer reads often enough that its requests are never rejected CONCURRENT_REJECTIONS_MAX times in a
+    """The peer reads often enough that its requests are never rejected CONSECUTIVE_REJECTIONS_MAX times in a
     row: each reply that it reads lets one more request in."""
-    monkeypatch.setattr(rpc, "CONCURRENT_REJECTIONS_MAX", 8)
+    monkeypatch.setattr(rpc, "CONSECUTIVE_REJECTIONS_MAX", 8)
     monkeypatch.setattr(rpc, "WAITING_REJECTIONS_MAX", 16)
     slow = _SlowlyReadChannel(burst=8)
     peer = rpc.Peer(slow, requests=REQUESTS, handler=ScriptedServer().handle, in_flight_max=20)

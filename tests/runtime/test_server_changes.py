@@ -155,7 +155,7 @@ async def test_server_on_another_machine_is_not_used_without_tls(
     one.more_controllers = ("10.255.255.1:5555", two.address)
     async with connected(one.port) as connection:
         assert await fetch_node_id(connection) == "n1"
-        assert [server for server in connection._servers.list_in_order() if server[0] != HOST] == []
+        assert [server for server in connection._servers.list_in_connect_order() if server[0] != HOST] == []
 
 
 async def test_all_announced_controllers_are_listed(one: FakeController, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_call_leaves_a_controller_that_no_longer_responds(
     one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a power failure: no packet says that the connection is lost."""
-    monkeypatch.setattr(controller_connection, "_SILENCE_S_MAX", 0.1)
+    monkeypatch.setattr(controller_connection, "_REPLY_OVERDUE_AFTER_S", 0.1)
     one.more_controllers, two.leading = (two.address,), False
     async with connected(one.port) as connection:
         one.silent = True

@@ -106,11 +106,11 @@ def _plant_blocking_reader(patch: pytest.MonkeyPatch) -> None:
         while True:
             frame = await self.channel.receive()
             if frame.kind is wire.FrameKind.REQUEST:
-                while self._in_flight >= 128:
+                while self._requests_in_flight >= 128:
                     blocked.add(self)
                     await asyncio.sleep(0.05)
-                self._in_flight += 1
-                tasks.create_task(self._reply_to(frame))
+                self._requests_in_flight += 1
+                tasks.create_task(self._handle_and_reply(frame))
             elif (future := self._pending_calls.get(frame.call_id)) is not None and not future.done():
                 future.set_result(frame)
 
@@ -165,12 +165,12 @@ def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
     """A worker asks again and again whether the others are ready."""
     patch.setattr("genie.agent.jobs.CONFIRM_WAIT_FOR_WORKERS_S", 0.0)
-    patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
+    patch.setattr("genie.agent.jobs.LEADER_CALL_BACKOFF_S_MAX", 0.2)
 
 
 def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
     """A worker repeats its request at a constant rate while the store is unavailable."""
-    patch.setattr("genie.agent.jobs.RETRY_S_MAX", 0.2)
+    patch.setattr("genie.agent.jobs.LEADER_CALL_BACKOFF_S_MAX", 0.2)
 
 
 # -- terms ------------------------------------------------------------------------------------------
@@ -267,12 +267,12 @@ def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
             del self._process_by_job[process.job_id]
         return [make_exit_report(process, now_s=self._world.now_s) for process in ended]
 
-    async def wait_exit(self: SimLauncher) -> None:
+    async def wait_for_exit_report(self: SimLauncher) -> None:
         await asyncio.sleep(0.2)
 
-    patch.setattr(SimLauncher, "take_exits", exits)
-    patch.setattr(SimLauncher, "wait_exit", wait_exit)
-    patch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
+    patch.setattr(SimLauncher, "take_exit_reports", exits)
+    patch.setattr(SimLauncher, "wait_for_exit_report", wait_for_exit_report)
+    patch.setattr(NodeJobs, "_why_accelerators_not_free", lambda self, launch: "")
 
 
 def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:

@@ -128,12 +128,12 @@ def test_simulation_detects_a_dead_man_timer_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeats, "LEASE_TTL_SHARE", 5.0)
-    monkeypatch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
+    monkeypatch.setattr(NodeJobs, "_why_accelerators_not_free", lambda self, launch: "")
     assert _any_seed_violates(tmp_path, ("cut_node",), likely=9)
 
 
 def test_simulation_detects_an_agent_that_starts_before_the_previous_job_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NodeJobs, "_accelerator_conflict", lambda self, launch: "")
+    monkeypatch.setattr(NodeJobs, "_why_accelerators_not_free", lambda self, launch: "")
     assert _any_seed_violates(tmp_path, ("freeze_node",))

@@ -238,11 +238,11 @@ def build_job_spec(
 
 
 def _check_workdir_can_be_uploaded(workdir: Path) -> None:
-    from genie.processes.project_folder import why_not_sent_as_a_whole
+    from genie.processes.project_folder import why_folder_must_not_be_sent
 
     if not workdir.is_dir():
         raise UsageError(f"--workdir {str(workdir)!r} is not a directory", hint="give an existing directory")
-    why = why_not_sent_as_a_whole(workdir.resolve())
+    why = why_folder_must_not_be_sent(workdir.resolve())
     if why:
         raise UsageError(
             f"--workdir {str(workdir)!r} is not uploaded: {why}", hint="give the directory of the project"

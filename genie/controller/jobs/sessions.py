@@ -31,7 +31,7 @@ from genie.model.names import validate_node_id
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import Identity
 from genie.processes.clock import Clock
-from genie.processes.tasks import all_of
+from genie.processes.tasks import run_all_concurrently
 from genie.runtime.rpc import Peer
 from genie.tenancy.access import encode_base64url
 
@@ -197,7 +197,7 @@ class Sessions:
         that run."""
         self._clients.pop((identity.tenant, client_node_id), None)
         own = self._jobs.session_jobs_of_client(identity.tenant, client_node_id)
-        return await all_of(
+        return await run_all_concurrently(
             self._lifecycle.cancel(job.job_id, "the client closed the session", stop=StopReason.CLOSED)
             for job in own
         )
@@ -211,7 +211,9 @@ class Sessions:
         }
         cancelled: list[Job] = []
         # Together: scheduling waits for them, and a client may have thousands of sessions.
-        await all_of(self._try_cancel(job_id, why, cancelled) for job_id, why in expired.items() if why)
+        await run_all_concurrently(
+            self._try_cancel(job_id, why, cancelled) for job_id, why in expired.items() if why
+        )
         for key in [key for key, client in self._clients.items() if client.is_lease_expired(now_s)]:
             del self._clients[key]
         # Listed again: others may have been submitted while the cancellations were written.

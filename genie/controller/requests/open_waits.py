@@ -13,8 +13,8 @@ from genie.errors import OverloadedError
 
 WAITS_PER_TENANT_MAX = 512
 WAITS_PER_NODE_MAX = 192
-"""Waits for output of one node: far below rpc.CLUSTER_PEER_IN_FLIGHT_MAX, because launches and kills use the
-same connection."""
+"""Waits for output of one node: far below rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX, because launches and
+kills use the same connection."""
 WAITS_PER_TENANT_AND_NODE_MAX = 64
 LOG_READS_PER_NODE_MAX = 128
 """Reads of logs of one node that do not wait for output."""

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from genie.errors import StoreError, StoreFullError, StoreUnavailableError
-from genie.processes.files import FileLock, lock_holder
+from genie.processes.files import FileLock, read_lock_holder_pid
 
 PRIVATE_FILE_MODE = 0o600
 
@@ -20,7 +20,7 @@ def acquire_lock(path: Path) -> FileLock:
     except OSError as error:
         raise _to_store_error(path, error) from error
     if lock is None:
-        holder = lock_holder(path)
+        holder = read_lock_holder_pid(path)
         raise StoreUnavailableError(
             f"the store is open in another process ({f'pid {holder}' if holder else 'pid unknown'}): "
             f"{path} is locked",

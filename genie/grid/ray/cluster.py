@@ -35,7 +35,7 @@ from genie.grid.ray.plan import (
 from genie.grid.ssh.login_shell import check_login_shell
 from genie.grid.ssh.pool import NodeConnection, SshPool
 from genie.processes import files
-from genie.processes.tasks import all_of
+from genie.processes.tasks import run_all_concurrently
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -154,8 +154,8 @@ class RayCluster:
         head = [name for name, record in records.items() if record is not None and record.role == "head"]
         names = [node.name for node in self._grid_file.nodes]
         # The head last, because workers deregister with it.
-        reports = await all_of(stop_node(name) for name in names if name not in head)
-        reports += await all_of(stop_node(name) for name in head)
+        reports = await run_all_concurrently(stop_node(name) for name in names if name not in head)
+        reports += await run_all_concurrently(stop_node(name) for name in head)
         reports.sort(key=lambda report: names.index(report.node))
         if not any(report.error for report in reports):
             self._local_files.remove()

@@ -40,7 +40,7 @@ from genie.grid.ssh.target import (
     resolve_ssh_target,
 )
 from genie.grid.ssh.tcp_connection import TcpConnector
-from genie.processes.tasks import all_of, pause_timeout, wait_first_completed
+from genie.processes.tasks import pause_timeout, run_all_concurrently, wait_first_completed
 
 _log = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ async def _send_stdin_and_read_output(
     with contextlib.suppress(BrokenPipeError):  # it may have ended already
         process.stdin.write(stdin)
         process.stdin.write_eof()
-    out, err = await all_of(map(read_all, (process.stdout, process.stderr)))
+    out, err = await run_all_concurrently(map(read_all, (process.stdout, process.stderr)))
     await process.wait_closed()
     return out, err
 

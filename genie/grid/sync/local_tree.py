@@ -22,7 +22,7 @@ from genie.grid.remote.synced_tree import STATE_FILE_HEADER, STATE_FILE_MAGIC
 from genie.grid.remote.tree import NO_SHA, TreeRecord
 from genie.grid.sync.excludes import ExclusionRules, compute_rules_digest
 from genie.native import libraries
-from genie.processes.project_folder import why_not_sent_as_a_whole
+from genie.processes.project_folder import why_folder_must_not_be_sent
 
 _log = logging.getLogger(__name__)
 _INDEX_FILES_KEPT = 64
@@ -189,7 +189,7 @@ def resolve_local_root(folder: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # no such user; a loop of links; a null character
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"could not send {str(folder)!r}: {why}", hint=_SYNC_FOLDER_HINT) from None
-    why = why_not_sent_as_a_whole(root) if root.is_dir() else "it is not a folder"
+    why = why_folder_must_not_be_sent(root) if root.is_dir() else "it is not a folder"
     if why:
         raise UsageError(f"could not send {root}: {why}", hint=_SYNC_FOLDER_HINT)
     return root

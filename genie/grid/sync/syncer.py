@@ -61,7 +61,7 @@ from genie.grid.sync.pack import (
     pack_files,
 )
 from genie.grid.sync.stream import SyncStream
-from genie.processes.tasks import all_of, unwrapped_task_group
+from genie.processes.tasks import run_all_concurrently, unwrapped_task_group
 
 _log = logging.getLogger(__name__)
 _CHECK_TREE_TIMEOUT_S = 600.0
@@ -342,7 +342,7 @@ class _SyncCall:
                     hint="sync again when nothing writes to the folder",
                 ) from None
             return [task.name for task in (*tasks, *plain)]
-        await all_of(self._sync_by_tar(task, snapshot) for task in plain)
+        await run_all_concurrently(self._sync_by_tar(task, snapshot) for task in plain)
         return to_retry
 
     def _hash_unhashed_files(self, snapshot: TreeSnapshot) -> None:
@@ -648,7 +648,7 @@ class _GroupTransfer:
                 self.error_by_node[task.name] = error
                 self.remaining_nodes.remove(task)
 
-        await all_of(map(run_or_drop, list(self.remaining_nodes)))
+        await run_all_concurrently(map(run_or_drop, list(self.remaining_nodes)))
 
     async def send_chunk(self, chunk: FileChunk) -> None:
         async def one(task: _NodeSync) -> None:

@@ -211,7 +211,7 @@ def test_etcd_version_that_can_lose_data_is_rejected(monkeypatch, line, verdict)
 
 def test_missing_tools_are_reported_with_their_purpose(monkeypatch) -> None:
     monkeypatch.setattr(doctor_checks.shutil, "which", lambda name: None)
-    monkeypatch.setattr(doctor_checks.cgroups, "own_groups", list)
+    monkeypatch.setattr(doctor_checks.cgroups, "own_control_groups", list)
     found = index_checks_by_name(doctor_checks.check_libraries_and_system_tools())
     for library in ("device library", "scheduler library"):
         assert found.pop(library).verdict is CheckVerdict.OK, "what is compiled needs no compiler"
@@ -282,7 +282,7 @@ def test_unreadable_certificate_fails(state_dir) -> None:
 
 
 def test_missing_control_groups_are_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks.cgroups, "own_groups", list)
+    monkeypatch.setattr(doctor_checks.cgroups, "own_control_groups", list)
     found = index_checks_by_name(doctor_checks.check_libraries_and_system_tools())["control groups"]
     assert found.verdict is CheckVerdict.ABSENT
     assert "Delegate=yes" in found.fix

@@ -131,7 +131,7 @@ async def test_memory_is_returned_to_the_system_after_many_connections_were_clos
 
 
 async def test_low_file_limit_is_shown_to_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genie.controller.controller.get_file_limit", lambda: 1024)
+    monkeypatch.setattr("genie.controller.controller.get_open_file_limit", lambda: 1024)
     async with running_controller(tmp_path) as one, one.client() as owner:
         (alarm,) = (await owner.status()).alarms
         assert alarm.startswith("the controller may open 1024 files, which allows 768 connections")
