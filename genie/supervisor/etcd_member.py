@@ -21,9 +21,9 @@ from genie.config import ControllerConfig, Settings
 from genie.controller.etcd.local_member import (
     LocalMember,
     ca_path,
-    certificate_paths,
-    data_directory,
-    member_directory,
+    etcd_certificate_and_key_paths,
+    etcd_data_directory,
+    etcd_member_directory,
 )
 from genie.controller.nodes.admission import Certificates, advertised_host
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, SQLITE_FILE_NAME
@@ -188,9 +188,9 @@ def write_certificate(config: ControllerConfig, member: LocalMember, *, state_di
     """Issues the certificate of the member, for every address that its connections may come from."""
     directory = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
     certificates = Certificates.open(directory, config, clock=SystemClock())
-    files.make_private_directory(member_directory(state_dir))
+    files.make_private_directory(etcd_member_directory(state_dir))
     addresses = {member.host, "127.0.0.1", "::1", *this_machine.list_own_addresses()}
-    certificate, key = certificate_paths(state_dir)
+    certificate, key = etcd_certificate_and_key_paths(state_dir)
     certificates.write_etcd_certificate(certificate, key, addresses=sorted(addresses))
 
 
@@ -203,10 +203,10 @@ def etcd_arguments(
     member: LocalMember, *, state_dir: Path, quota_bytes: int, initial_cluster: str, is_new_cluster: bool
 ) -> list[str]:
     """etcd ignores the initial cluster once it has data."""
-    certificate, key = certificate_paths(state_dir)
+    certificate, key = etcd_certificate_and_key_paths(state_dir)
     ca = ca_path(state_dir)
     return [
-        *("--name", member.name, "--data-dir", str(data_directory(state_dir))),
+        *("--name", member.name, "--data-dir", str(etcd_data_directory(state_dir))),
         *("--listen-client-urls", f"https://{address_text(member.bind, member.client_port)}"),
         *("--advertise-client-urls", member.client_url),
         *("--listen-peer-urls", f"https://{address_text(member.bind, member.peer_port)}"),
@@ -236,7 +236,7 @@ class EtcdMemberProcess:
         self._progress = progress
         # With an empty environment: etcd rejects ETCD_* variables that repeat its arguments, and would use a
         # proxy. HOME identifies the process in `ps e`.
-        command = ["env", "-i", f"HOME={member_directory(state_dir)}"]
+        command = ["env", "-i", f"HOME={etcd_member_directory(state_dir)}"]
         self.child = Child(ETCD, command=command, state_dir=state_dir)
 
     @property
@@ -269,7 +269,7 @@ class EtcdMemberProcess:
     def _prepare(self, member: LocalMember) -> str:
         """Returns the path of etcd."""
         program = find_etcd_program()
-        directory = files.make_private_directory(data_directory(self._state_dir))
+        directory = files.make_private_directory(etcd_data_directory(self._state_dir))
         check_disk(directory, quota_bytes=self.quota_bytes, progress=self._progress)
         for port, variable in (
             (member.client_port, "GENIE_CONTROLLER_ETCD_CLIENT_PORT"),

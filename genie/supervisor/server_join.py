@@ -1,8 +1,8 @@
 """`genie join --server`: makes this machine a server of an existing cluster.
 
-Fetches the CA of the cluster inside the join, encrypted (controller/server_handover.py), and adds an etcd
-member: first as a learner, which does not vote, and as a voter once it has caught up. `undo` removes the
-member again, `remove_files` the files.
+Fetches the CA of the cluster inside the join, encrypted (controller/server_credentials_handover.py), and adds
+an etcd member: first as a learner, which does not vote, and as a voter once it has caught up.
+`remove_added_member` and `remove_written_files` undo it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING
 
 from genie.agent.identity import AGENTS_DIR
 from genie.config import ControllerConfig
-from genie.controller.etcd.local_member import LocalMember, ca_path, make_address, member_directory
-from genie.controller.server_handover import HandoverClient, ServerCredentials
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    ca_path,
+    etcd_member_directory,
+    make_managed_etcd_address,
+)
+from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
 from genie.model.messages import ServerJoined
@@ -66,7 +71,7 @@ def check_not_a_server(state_dir: Path) -> None:
     # A failed join removes all of them again.
     for path in (
         state_dir / CONTROLLER_DIRECTORY,
-        member_directory(state_dir),
+        etcd_member_directory(state_dir),
         state_dir / OWNER_TOKEN_FILE,
     ):
         if path.exists():
@@ -83,7 +88,7 @@ async def fetch_credentials(
 
     Follows a standby to the leader; each server is verified against the pin of the token.
     """
-    client = HandoverClient.create(token)
+    client = ServerJoinAttempt.create(token)
     for _ in range(_REDIRECTS_MAX):
         trusted = await trust(
             network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CALL_TIMEOUT_S
@@ -97,7 +102,7 @@ async def fetch_credentials(
                 raise
             host, port = parse_endpoint(leader[1])
             continue
-        return client.decrypt(reply)
+        return client.decrypt_credentials(reply)
     raise NotLeaderError(
         f"could not find the leader of the cluster: {address_text(host, port)} does not lead either",
         hint="try again in a moment",
@@ -161,7 +166,7 @@ class ServerJoin:
     def remove_files(self) -> None:
         """Removes what the join has written. Call it when the processes have ended."""
         shutil.rmtree(self._state_dir / CONTROLLER_DIRECTORY, ignore_errors=True)
-        shutil.rmtree(member_directory(self._state_dir), ignore_errors=True)
+        shutil.rmtree(etcd_member_directory(self._state_dir), ignore_errors=True)
         (self._state_dir / OWNER_TOKEN_FILE).unlink(missing_ok=True)
         if not self._had_agents:
             shutil.rmtree(self._state_dir / AGENTS_DIR, ignore_errors=True)
@@ -176,7 +181,7 @@ class ServerJoin:
     def _open_etcd_cluster(self) -> AbstractAsyncContextManager[EtcdCluster]:
         from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
 
-        return open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir))
+        return open_etcd_cluster(make_managed_etcd_address(self._endpoints, state_dir=self._state_dir))
 
     async def _add_member(self, cluster: EtcdCluster, member: LocalMember) -> None:
         existing = await cluster.list_members()

@@ -46,7 +46,7 @@ async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
     one = make_election(store, clock, "a")
     assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
-        held = group.create_task(one.hold_leadership())
+        held = group.create_task(one.hold_leadership_until_term_ends())
         for _ in range(5):
             await clock.advance(2.0)
         assert one.is_leading, "it was renewed"
@@ -91,7 +91,7 @@ async def test_a_running_controller_with_the_same_name_is_refused() -> None:
     copy = make_election(store, clock, "same", instance="m2")
     assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
-        held = group.create_task(one.hold_leadership())
+        held = group.create_task(one.hold_leadership_until_term_ends())
         with pytest.raises(DuplicateControllerError, match="the controller at a:1 is running") as caught:
             for _ in range(20):
                 assert not await copy.try_win_election("b:1")

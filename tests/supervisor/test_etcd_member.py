@@ -16,7 +16,11 @@ from genie import config
 from genie.agent.identity import AGENTS_DIR
 from genie.cluster.client import open_client
 from genie.config import Settings
-from genie.controller.etcd.local_member import LocalMember, certificate_paths, data_directory
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    etcd_certificate_and_key_paths,
+    etcd_data_directory,
+)
 from genie.controller.etcd.membership import open_etcd_cluster
 from genie.controller.store.open import open_store
 from genie.errors import (
@@ -161,7 +165,7 @@ async def test_up_with_store_etcd_runs_and_restarts_a_private_member(
 ) -> None:
     state_dir = tmp_path / "state"
     assert set(cluster.pids) == {"etcd", "controller", "agent"}
-    assert data_directory(state_dir).stat().st_mode & 0o777 == 0o700
+    assert etcd_data_directory(state_dir).stat().st_mode & 0o777 == 0o700
     member = LocalMember.read(state_dir)
     assert member is not None
     async with open_etcd_cluster(member.address(state_dir)) as etcd:
@@ -197,7 +201,7 @@ async def test_etcd_rejects_certificates_of_other_roles(
     member = LocalMember.read(state_dir)
     assert member is not None
     address = member.address(state_dir)
-    assert address.certificate_file == certificate_paths(state_dir)[0]
+    assert address.certificate_file == etcd_certificate_and_key_paths(state_dir)[0]
     node_dir = state_dir / AGENTS_DIR / "n1"
     others = [
         (node_dir / "node.pem", node_dir / "node.key"),
