@@ -29,7 +29,7 @@ from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store import Store
-from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
@@ -127,7 +127,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
 
 def _managed_etcd_endpoints(settings: config.Settings, store: Store) -> tuple[str, ...]:
     """The members of an etcd cluster that Genie runs; empty for another store."""
-    if settings.controller.store != LOCAL_ETCD:
+    if settings.controller.store != LOCAL_ETCD_STORE:
         return ()
     from genie.controller.store.etcd import EtcdStore  # late: needs gRPC
 
@@ -139,7 +139,7 @@ def _make_etcd_maintenance(
     settings: config.Settings, store: Store, controller: Controller, clock: Clock
 ) -> Callable[[], Coroutine[Any, Any, None]] | None:
     """Maintenance of this machine's etcd member; None with another store."""
-    if settings.controller.store != LOCAL_ETCD:
+    if settings.controller.store != LOCAL_ETCD_STORE:
         return None
     from genie.controller.etcd.maintenance import EtcdMaintenance  # late: needs gRPC
     from genie.controller.store.etcd import EtcdStore

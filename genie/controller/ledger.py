@@ -21,7 +21,7 @@ import msgspec
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.quarantine import Quarantine
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store
-from genie.controller.store.limits import check_transaction, operation_size_bytes
+from genie.controller.store.limits import check_transaction_and_get_size_bytes, operation_size_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
@@ -279,7 +279,7 @@ class _WriteBatch:
         self._leadership_compare = Compare(LEADER_KEY, revision_of_token(token), field="create")
         self._row_by_key: dict[str, tuple[LedgerTable[Any], str]] = {}
         self._operation_by_key: dict[str, Put | Delete] = {}
-        self.size_bytes = check_transaction([self._leadership_compare], [])
+        self.size_bytes = check_transaction_and_get_size_bytes([self._leadership_compare], [])
         self.built_writes: list[_BuiltWrite] = []
 
     @property
@@ -305,7 +305,7 @@ class _WriteBatch:
             more_rows += key not in known
         if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
             # One compare is for the leader's key.
-            check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
+            check_transaction_and_get_size_bytes((), operations, ops_max=TXN_OPS_MAX - 1)
         # A row that is changed twice counts twice: an upper bound.
         is_full = len(known) + more_rows >= self._ops_max
         if self.built_writes and (is_full or self.size_bytes + more_bytes > TXN_BYTES_MAX):

@@ -18,7 +18,7 @@ from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
-from genie.controller.store.open import LOCAL_ETCD
+from genie.controller.store.open import LOCAL_ETCD_STORE
 from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
 from genie.model.failover import TOKEN_READ_TIMEOUT_S
 from genie.model.names import validate_name
@@ -103,7 +103,9 @@ class TokenRegistry:
             raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
         if kind is TokenKind.SERVER:
             raise UsageError("controllers have no tokens", hint="they authenticate by their certificate")
-        if kind is TokenKind.SERVER_JOIN and (self._config.store != LOCAL_ETCD or self._ca_pin == NO_PIN):
+        if kind is TokenKind.SERVER_JOIN and (
+            self._config.store != LOCAL_ETCD_STORE or self._ca_pin == NO_PIN
+        ):
             raise UsageError(
                 f"no server can join this cluster: its store is {self._config.store.partition(':')[0]}",
                 hint="start the first server with 'genie up --store etcd'; with an external etcd, start "

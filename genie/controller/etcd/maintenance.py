@@ -1,4 +1,4 @@
-"""Maintenance of the etcd member of this machine by its controller: certificate, endpoints, defragmentation."""
+"""Maintenance of the local etcd member by the controller: certificate, endpoints, defragmentation."""
 
 from __future__ import annotations
 

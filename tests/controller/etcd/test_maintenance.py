@@ -1,4 +1,4 @@
-"""Maintenance of the etcd member of this machine: certificate, endpoints and defragmentation, with a real etcd."""
+"""Maintenance of the etcd member of this machine: certificate, endpoints, defragmentation, with real etcd."""
 
 from __future__ import annotations
 
