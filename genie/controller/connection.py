@@ -55,7 +55,7 @@ class Connection:
         if identity.kind is TokenKind.NODE:
             self.peer.set_in_flight_max(CLUSTER_PEER_IN_FLIGHT_MAX)
 
-    def check_spec_once(self, spec: JobSpec) -> JobSpec:
+    def check_job_spec_once(self, spec: JobSpec) -> JobSpec:
         """Return `spec` after check_job. Equal specs in a row are checked once and share one object."""
         if spec != self._last_checked_spec:
             check_job(spec)
@@ -63,7 +63,7 @@ class Connection:
         assert self._last_checked_spec is not None
         return self._last_checked_spec
 
-    def require_node(self, node_id: str) -> str:
+    def require_connection_of_node(self, node_id: str) -> str:
         """Return `node_id`; raise PermissionError_ unless this is the connection of that node."""
         if node_id != self.identity.name:
             raise PermissionError_(

@@ -243,7 +243,7 @@ class Transaction:
             return row
         return table._rows.get(row_id)
 
-    def next_number(self, counter: str) -> int:
+    def next_counter_value(self, counter: str) -> int:
         """Return a number higher than every number of this counter in a committed transaction."""
         last = self.get(self._counters, counter)
         value = 1 if last is None else last.value + 1

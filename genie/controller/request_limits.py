@@ -100,7 +100,7 @@ class RequestLimits:
         self._usage_by_token: OrderedDict[str, TokenUsage] = OrderedDict()
         self._lock_by_serialization_group = {turn: asyncio.Lock() for turn in _SerializationGroup}
 
-    def get_usage(self, identity: Identity) -> TokenUsage | None:
+    def get_token_usage(self, identity: Identity) -> TokenUsage | None:
         """The usage of this token; None for a node or controller, whose requests are not limited."""
         if identity.kind in (TokenKind.NODE, TokenKind.SERVER):
             return None
@@ -119,7 +119,7 @@ class RequestLimits:
         self._usage_by_token.move_to_end(identity.token_id)
         return found
 
-    def charge(self, usage: TokenUsage, request: Message, *, size_bytes: int = 0) -> None:
+    def check_and_charge_request(self, usage: TokenUsage, request: Message, *, size_bytes: int = 0) -> None:
         """Raise OverloadedError if the token has sent too many requests. `size_bytes`: of this one."""
         kind = request.__class__
         if usage.is_owner and kind in _REQUESTS_UNLIMITED_FOR_OWNERS:

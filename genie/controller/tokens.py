@@ -81,7 +81,7 @@ class TokenRegistry:
         ledger.tokens.add_reversible_index(self._token_index.update)
         ledger.add_after_load_listener(lambda: self._token_index.rebuild(ledger.tokens.values()))
 
-    async def identify(self, text: str) -> Identity:
+    async def authenticate_token(self, text: str) -> Identity:
         """Return the identity behind a token; raise TokenRefusedError if it is not valid."""
         token = parse_token(text)
         return verify_token(token, await self._find_token_record(token.token_id), now=self._clock.wall_s())

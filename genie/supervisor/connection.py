@@ -56,7 +56,7 @@ async def open_connection(
                         state_dir=state_dir,
                         network=network,
                         timeout_s=timeout_s,
-                        is_address_fixed=is_address_fixed or _is_address_given_on_command_line(settings),
+                        is_address_fixed=is_address_fixed or _is_address_given_by_caller(settings),
                     )
                     return await stack.enter_async_context(
                         open_controller_connection(
@@ -96,7 +96,7 @@ async def store_controller_addresses(connection: ControllerConnection, state_dir
         _log.info("could not store the addresses of the controllers: %s", error)
 
 
-def _is_address_given_on_command_line(settings: Settings) -> bool:
+def _is_address_given_by_caller(settings: Settings) -> bool:
     """Whether the address was passed by the caller, not by the environment or the settings file."""
     source = settings.sources["cluster.master_addr"]
     return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))

@@ -126,11 +126,11 @@ async def test_replaced_leader_cannot_write_and_steps_down() -> None:
     await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
-        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 1
+        assert await ledger.write(lambda txn: txn.next_counter_value("epoch")) == 1
         assert await new.try_win_election("a:2")
         assert old.is_leading, "by its own clock it still leads"
         with pytest.raises(NotLeaderError):
-            await ledger.write(lambda txn: txn.next_number("epoch"))
+            await ledger.write(lambda txn: txn.next_counter_value("epoch"))
         assert not old.is_leading
         kept = ledger.counters.get("epoch")
         assert kept == Counter(value=1), "memory has only durable rows"
@@ -164,14 +164,14 @@ async def test_write_completes_when_its_caller_is_cancelled() -> None:
     await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
-        caller = group.create_task(ledger.write(lambda txn: txn.next_number("epoch")))
+        caller = group.create_task(ledger.write(lambda txn: txn.next_counter_value("epoch")))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         caller.cancel()
         await until(lambda: ledger.counters.get("epoch") == Counter(value=1))
         with pytest.raises(ZeroDivisionError):
             await ledger.write(lambda txn: 1 // 0)
-        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 2
+        assert await ledger.write(lambda txn: txn.next_counter_value("epoch")) == 2
         writer.cancel()
     assert await store.get(LEADER_KEY) is not None
     await one.resign()

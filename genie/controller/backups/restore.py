@@ -36,8 +36,8 @@ from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX
 from genie.processes.tasks import Offload
 
-_EPOCH_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
-_KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_KEY)
+_EPOCH_COUNTER_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
+_KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
 _EPOCHS_PER_GENERATION = 1 << 24
 _GENERATION_ZERO_TIME_S = 1_767_225_600
 """2026-01-01, from which the minutes are counted that make generations unique."""
@@ -82,13 +82,13 @@ async def restore_backup(
             hint=f"use one up to {GENERATION_MAX}",
         )
     await _prepare_empty_store(store, store_name=store_name)
-    rows = _RestoredRows(reader.rows())
+    rows = _RowsToRestore(reader.rows())
     while batch := await offload(partial(rows.next_batch)):
         await store.commit([], [Put(key, value) for key, value in batch], timeout_s=_STORE_CALL_TIMEOUT_S)
         progress(rows.row_count, rows.size_bytes)
     cluster = _raise_generation(rows.written_last, generation)
-    await _verify_rows(store, rows, store_name=store_name)
-    await _write_last_rows(store, cluster, rows.written_last, store_name=store_name)
+    await _verify_stored_rows(store, rows, store_name=store_name)
+    await _write_cluster_record_last(store, cluster, rows.written_last, store_name=store_name)
     return RestoreResult(reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST))
 
 
@@ -135,7 +135,7 @@ async def check_store_empty(store: Store, *, store_name: str) -> None:
         )
 
 
-class _RestoredRows:
+class _RowsToRestore:
     """The rows of a backup as they are restored, with a digest to compare them with the store."""
 
     def __init__(self, rows: Iterator[BackupRow]) -> None:
@@ -143,7 +143,7 @@ class _RestoredRows:
         self.row_count = 0
         self.size_bytes = 0
         self._digest = hashlib.sha256()
-        self._rows = (row for row in rows if self._is_restored(row))
+        self._rows = (row for row in rows if self._record_if_written_last_and_check_is_restored(row))
 
     def next_batch(self) -> list[BackupRow]:
         """The next rows that fit into a transaction; empty at the end. Blocks."""
@@ -152,7 +152,7 @@ class _RestoredRows:
         for row in islice(self._rows, _RESTORE_BATCH_ROWS):
             batch.append(row)
             batch_bytes += len(row[1])
-            update_digest(self._digest, row)
+            update_digest_with_row(self._digest, row)
             if batch_bytes >= _RESTORE_BATCH_BYTES_MAX:
                 break
         self.row_count += len(batch)
@@ -162,7 +162,7 @@ class _RestoredRows:
     def digest(self) -> bytes:
         return self._digest.digest()
 
-    def _is_restored(self, row: BackupRow) -> bool:
+    def _record_if_written_last_and_check_is_restored(self, row: BackupRow) -> bool:
         key, value = row
         if key in _KEYS_WRITTEN_LAST:
             self.written_last[key] = value
@@ -171,7 +171,7 @@ class _RestoredRows:
         return not key.startswith(CONTROLLER_KEY_PREFIX) and key not in (LEADER_KEY, RESTORE_MARK_KEY)
 
 
-def update_digest(digest: hashlib._Hash, row: BackupRow) -> None:
+def update_digest_with_row(digest: hashlib._Hash, row: BackupRow) -> None:
     key, value = row[0].encode(), row[1]
     digest.update(b"%d %d " % (len(key), len(value)) + key)
     digest.update(value)
@@ -181,14 +181,14 @@ async def _prepare_empty_store(store: Store, *, store_name: str) -> None:
     """Mark the store; remove the rows of a restore that has failed."""
     await check_store_empty(store, store_name=store_name)
     if await store.get(RESTORE_MARK_KEY, timeout_s=_STORE_CALL_TIMEOUT_S) is not None:
-        await _delete_all_rows(store)
+        await _delete_rows_of_failed_restore(store)
         return
     await store.commit(
         [Compare(RESTORE_MARK_KEY, 0)], [Put(RESTORE_MARK_KEY, b"")], timeout_s=_STORE_CALL_TIMEOUT_S
     )
 
 
-async def _delete_all_rows(store: Store) -> None:
+async def _delete_rows_of_failed_restore(store: Store) -> None:
     """Delete all rows except the mark."""
     after = ""
     while True:
@@ -206,18 +206,18 @@ def _raise_generation(written_last: dict[str, bytes], generation: int) -> Cluste
     """Replace the rows of the cluster and of the epochs by those of the new generation."""
     try:
         cluster = msgspec.json.decode(written_last[CLUSTER_KEY], type=ClusterRecord)
-        epochs = msgspec.json.decode(written_last.get(_EPOCH_KEY, b'{"value":0}'), type=Counter)
+        epochs = msgspec.json.decode(written_last.get(_EPOCH_COUNTER_KEY, b'{"value":0}'), type=Counter)
     except (KeyError, msgspec.DecodeError) as error:
         raise BackupError(
             f"the backup has no readable record of its cluster: {error}", hint="use another backup"
         ) from error
     cluster = msgspec.structs.replace(cluster, generation=generation)
     epochs = Counter(value=max(epochs.value + 1, generation * _EPOCHS_PER_GENERATION))
-    written_last[CLUSTER_KEY], written_last[_EPOCH_KEY] = map(msgspec.json.encode, (cluster, epochs))
+    written_last[CLUSTER_KEY], written_last[_EPOCH_COUNTER_KEY] = map(msgspec.json.encode, (cluster, epochs))
     return cluster
 
 
-async def _verify_rows(store: Store, rows: _RestoredRows, *, store_name: str) -> None:
+async def _verify_stored_rows(store: Store, rows: _RowsToRestore, *, store_name: str) -> None:
     """Read all rows back and compare them with those of the backup."""
     digest, after, more = hashlib.sha256(), "", True
     while more:
@@ -226,7 +226,7 @@ async def _verify_rows(store: Store, rows: _RestoredRows, *, store_name: str) ->
         )
         for item in page.items:
             if item.key != RESTORE_MARK_KEY:
-                update_digest(digest, (item.key, item.value))
+                update_digest_with_row(digest, (item.key, item.value))
             after = item.key
         more = page.more
     if digest.digest() != rows.digest():
@@ -236,7 +236,7 @@ async def _verify_rows(store: Store, rows: _RestoredRows, *, store_name: str) ->
         )
 
 
-async def _write_last_rows(
+async def _write_cluster_record_last(
     store: Store, cluster: ClusterRecord, rows: dict[str, bytes], *, store_name: str
 ) -> None:
     done = await store.commit(

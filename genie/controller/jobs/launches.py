@@ -93,7 +93,7 @@ class JobLaunches:
             return None
         if len(nodes) > 1:
             self._check_transaction_fits(start)
-        epoch = txn.next_number(EPOCH_COUNTER)
+        epoch = txn.next_counter_value(EPOCH_COUNTER)
         placements = tuple(
             Placement(
                 node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch

@@ -95,7 +95,7 @@ class JobSubmission:
                 state=JobState.QUEUED,
                 reason=reason,
                 submitted_at=now,
-                sequence=txn.next_number("sequence"),
+                sequence=txn.next_counter_value("sequence"),
                 history=(Transition(state=JobState.QUEUED, at=now, reason=reason),),
                 request_id=request_id,
                 session=session_node_id,

@@ -346,7 +346,7 @@ class Admission:
     async def recover_certificate(self, request: RecoverCertificate) -> Certificate:
         """Issue a new certificate for a node whose certificate has expired, if it still has its token and
         its key."""
-        identity = await self._tokens.identify(request.token)
+        identity = await self._tokens.authenticate_token(request.token)
         if identity.kind is not TokenKind.NODE:
             raise TokenRefusedError(f"a {identity.kind} token has no certificate")
         node_id = identity.name

@@ -141,7 +141,7 @@ class Agents:
 
     async def register(self, connection: Connection, request: Register) -> Registered:
         node = request.node
-        node_id = connection.require_node(node.node_id)
+        node_id = connection.require_connection_of_node(node.node_id)
         check_node(node)
         self._ledger.check_leading_and_up_to_date()
         self._check_incarnation(node_id, node.incarnation)
@@ -177,7 +177,7 @@ class Agents:
         )
 
     async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
-        node_id = connection.require_node(request.node_id)
+        node_id = connection.require_connection_of_node(request.node_id)
         member, info = self._membership.get(node_id), request.node
         if member is not None and member.reported_info == info:
             info = member.reported_info  # unchanged, and already validated
@@ -208,7 +208,7 @@ class Agents:
         )
 
     async def leave(self, connection: Connection, request: Leave) -> Done:
-        node_id = connection.require_node(request.node_id)
+        node_id = connection.require_connection_of_node(request.node_id)
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, request.incarnation, must_equal_known=True)

@@ -74,7 +74,7 @@ class JobRequests:
         """The job is durable when this returns; a job that stays queued has its pending reason, unless the
         queue is long."""
         jobs, identity = self._jobs, connection.identity
-        spec = connection.check_spec_once(request.spec)
+        spec = connection.check_job_spec_once(request.spec)
         self._election.require_fencing_token()
         if self._submission.find_by_request_id(identity.tenant, request.request_id) is None:
             await self._check_can_run(spec, identity)

@@ -171,7 +171,9 @@ class RequestService:
 
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
         try:
-            self._request_limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
+            self._request_limits.check_and_charge_request(
+                usage, request, size_bytes=connection.peer.request_bytes
+            )
         except OverloadedError:
             if usage.rate_limit.is_debt_at_max:
                 _log.info(
@@ -192,9 +194,9 @@ class RequestService:
         check_text(request.version, what="version")
         await wait_event(self._ready_event, clock=self._clock, timeout_s=HELLO_READY_TIMEOUT_S)
         identity = await self._verify_identity(connection, request.token)
-        usage = self._request_limits.get_usage(identity)
+        usage = self._request_limits.get_token_usage(identity)
         if usage is not None:
-            self._request_limits.charge(usage, request)
+            self._request_limits.check_and_charge_request(usage, request)
         self._connections.authenticate(connection, identity, controllers=self._get_controllers())
         connection.token_usage = usage
         record = self._ledger.cluster.get("")
@@ -219,7 +221,7 @@ class RequestService:
 
     async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:
-            identity = await self._tokens.identify(token)
+            identity = await self._tokens.authenticate_token(token)
             if identity.kind is TokenKind.NODE:
                 self._admission.check_node_certificate(
                     identity.name, connection.peer.channel.certificate_name

@@ -70,10 +70,10 @@ class EtcdWatch:
 
     async def __anext__(self) -> WatchEvent:
         while not self._received_events:
-            await self._receive_response()
+            await self._receive_response_or_reconnect()
         return self._received_events.popleft()
 
-    async def _receive_response(self) -> None:
+    async def _receive_response_or_reconnect(self) -> None:
         """Reads one response, or makes one attempt to reconnect after a transient error."""
         if self._stream is None:
             self._member = await self._channels.get_ready_member(self._reconnect_deadline_s())
@@ -96,7 +96,7 @@ class EtcdWatch:
             self.close()
             raise
         self.close()
-        await self._back_off_or_raise_if_broken_too_long(fault)
+        await self._back_off_or_raise_fault(fault)
 
     @property
     def _endpoint(self) -> str:
@@ -130,7 +130,7 @@ class EtcdWatch:
             raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
         return response
 
-    async def _back_off_or_raise_if_broken_too_long(self, fault: GenieError) -> None:
+    async def _back_off_or_raise_fault(self, fault: GenieError) -> None:
         """Sleeps before the next attempt; raises `fault` if permanent or older than WATCH_RECONNECT_S_MAX."""
         self._channels.check_channels_open()
         if self._member is not None:
@@ -166,7 +166,7 @@ class EtcdWatch:
             self._stream_broken_since_s = None
             self._has_reauthenticated = False
         for event in response.events:
-            if self._is_new_change(event.kv.mod_revision):
+            if self._record_change_and_check_is_new(event.kv.mod_revision):
                 self._received_events.append(self._decode_event(event))
 
     def _reset_login_or_raise(self, reason: str) -> None:
@@ -178,7 +178,7 @@ class EtcdWatch:
         self._has_reauthenticated = True
         self._channels.forget_login_token(self._member)
 
-    def _is_new_change(self, revision: int) -> bool:
+    def _record_change_and_check_is_new(self, revision: int) -> bool:
         if revision < self._last_revision:
             return False
         if revision > self._last_revision:

@@ -35,7 +35,7 @@ class HistoryPosition:
 class HistoryPage:
     events: tuple[WatchEvent, ...]
     next_position: HistoryPosition
-    is_complete: bool
+    is_last_page: bool
 
 
 class RevisionHistory:
@@ -90,10 +90,10 @@ class RevisionHistory:
                 events.append(WatchEvent(key.decode(), value, revision))
                 remaining_bytes -= len(value or b"")
                 if len(events) == HISTORY_PAGE_EVENTS_MAX or remaining_bytes <= 0:
-                    return HistoryPage(tuple(events), HistoryPosition(revision, number), is_complete=False)
+                    return HistoryPage(tuple(events), HistoryPosition(revision, number), is_last_page=False)
             skipped = 0
         behind = max(position.revision, self.compacted_revision + len(self._changes_and_size_by_revision) + 1)
-        return HistoryPage(tuple(events), HistoryPosition(behind), is_complete=True)
+        return HistoryPage(tuple(events), HistoryPosition(behind), is_last_page=True)
 
     def _drop_oldest_revision(self) -> None:
         _, size_bytes = self._changes_and_size_by_revision.popleft()

@@ -44,7 +44,9 @@ class LeaseTimers:
     def start_timer(self, lease_id: int, *, ttl_s: float) -> None:
         lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
         self._leases[lease_id] = lease
-        lease.timer = self._background.start_task(self._run_timer(lease_id, lease), name=f"lease-{lease_id}")
+        lease.timer = self._background.start_task(
+            self._expire_lease_at_deadline(lease_id, lease), name=f"lease-{lease_id}"
+        )
 
     def renew_timer(self, lease_id: int) -> None:
         """Restarts the TTL. Raises LeaseLostError if the lease was revoked or its deadline has passed."""
@@ -68,7 +70,7 @@ class LeaseTimers:
         if lease is not None and lease.timer is not None:
             lease.timer.cancel()
 
-    async def _run_timer(self, lease_id: int, lease: _Lease) -> None:
+    async def _expire_lease_at_deadline(self, lease_id: int, lease: _Lease) -> None:
         while (remaining_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(remaining_s)
         self._leases.pop(lease_id, None)

@@ -397,5 +397,5 @@ class _SqliteWatch:
             self._is_reading_page = False
         self._page_events.extend(page.events)
         self._next_position = page.next_position
-        if not page.is_complete:
+        if not page.is_last_page:
             self._change_event.set()

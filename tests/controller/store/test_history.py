@@ -26,7 +26,7 @@ def read_pages(
         page = kept.read_page(span, position)
         pages.append(list(page.events))
         position = page.next_position
-        if page.is_complete:
+        if page.is_last_page:
             assert position == HistoryPosition(
                 max(position.revision, kept.compacted_revision + len(kept._changes_and_size_by_revision) + 1)
             )
