@@ -133,7 +133,7 @@ def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
     ) -> Message:
         return await handle()
 
-    patch.setattr(RequestLimits, "charge", lambda self, usage, request, **options: None)
+    patch.setattr(RequestLimits, "check_and_charge_request", lambda self, usage, request, **options: None)
     patch.setattr(RequestLimits, "run_list_request", run_list)
 
 
