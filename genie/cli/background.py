@@ -75,7 +75,7 @@ def _wait_until_ready(
 
     deadline = time.monotonic() + timeout_s
     while True:
-        record = process_records.read_record(state_dir, local_cluster.SUPERVISOR)
+        record = process_records.read_process_record(state_dir, local_cluster.SUPERVISOR)
         if record is not None and record.pid == process.pid and record.ready:
             return
         code = process.poll()

@@ -19,17 +19,17 @@ from typing import Any
 
 from genie import config
 from genie.controller.controller import Controller
-from genie.controller.etcd.local_member import LocalMember
-from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
-from genie.controller.placement.placers import why_scheduler_not_compiled
-from genie.controller.state_directory import (
-    check_not_copied,
-    controller_instance,
+from genie.controller.controller_directory import (
+    check_directory_not_copied,
+    controller_instance_id,
     lock_controller_directory,
     read_or_create_controller_name,
 )
+from genie.controller.etcd.local_member import LocalMember
+from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
+from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store import Store
-from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, open_store, sqlite_store_path
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
@@ -48,8 +48,8 @@ from genie.telemetry import log
 _log = logging.getLogger("genie.controller")
 
 _FREE_DISK_BYTES_MIN = 1024 * 1024
-_DISK_CHECK_INTERVAL_S = 1.0
-_DISK_WARNING_INTERVAL_S = 60.0
+_FULL_DISK_RETRY_INTERVAL_S = 1.0
+_FULL_DISK_LOG_INTERVAL_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         settings = config.load(_parse_arguments(arguments))
         log.configure(settings.log)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_run(settings))
+            runner.run(_run_controller_retrying_on_full_disk(settings))
     except GenieError as error:
         sys.stderr.write(f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return error.exit_code
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _run(settings: config.Settings) -> None:
+async def _run_controller_retrying_on_full_disk(settings: config.Settings) -> None:
     raise_open_file_limit(open_file_limit_for(CONNECTIONS_MAX))
     check_bind_address(settings.controller)
     check_failure_timeouts(settings.controller)
@@ -81,9 +81,9 @@ async def _run(settings: config.Settings) -> None:
             if _has_free_disk_space(settings.paths.state_dir):
                 raise
             if clock.monotonic_s() >= log_at_s:
-                log_at_s = clock.monotonic_s() + _DISK_WARNING_INTERVAL_S
+                log_at_s = clock.monotonic_s() + _FULL_DISK_LOG_INTERVAL_S
                 _log.error("waiting for disk space: %s", error)
-        await clock.sleep(_DISK_CHECK_INTERVAL_S)
+        await clock.sleep(_FULL_DISK_RETRY_INTERVAL_S)
 
 
 def _has_free_disk_space(directory: Path) -> bool:
@@ -97,7 +97,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
     directory = files.make_private_directory(settings.paths.state_dir / CONTROLLER_DIRECTORY)
     with lock_controller_directory(directory), file_io_threads("genie-blobs") as offload:
         if sqlite_store_path(settings.controller.store, state_dir=directory) is not None:
-            check_not_copied(directory)
+            check_directory_not_copied(directory)
         member = LocalMember.read(settings.paths.state_dir)
         store = await open_store(
             settings.controller.store,
@@ -113,21 +113,21 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 network=TcpNetwork(),
                 clock=clock,
                 name=read_or_create_controller_name(directory),
-                instance=controller_instance(directory),
+                instance=controller_instance_id(directory),
                 offload=offload,
-                etcd_endpoints=lambda: _managed_endpoints(settings, store),
+                etcd_endpoints=lambda: _managed_etcd_endpoints(settings, store),
             )
-            upkeep = _make_upkeep(settings, store, controller, clock)
+            etcd_maintenance = _make_etcd_maintenance(settings, store, controller, clock)
             await _run_until_signal(
-                controller, compile_ahead=settings.controller.compile_ahead, upkeep=upkeep
+                controller, compile_ahead=settings.controller.compile_ahead, etcd_maintenance=etcd_maintenance
             )
         finally:
             await store.close()
 
 
-def _managed_endpoints(settings: config.Settings, store: Store) -> tuple[str, ...]:
+def _managed_etcd_endpoints(settings: config.Settings, store: Store) -> tuple[str, ...]:
     """The members of an etcd cluster that Genie runs; empty for another store."""
-    if settings.controller.store != LOCAL_ETCD:
+    if settings.controller.store != LOCAL_ETCD_STORE:
         return ()
     from genie.controller.store.etcd import EtcdStore  # late: needs gRPC
 
@@ -135,18 +135,18 @@ def _managed_endpoints(settings: config.Settings, store: Store) -> tuple[str, ..
     return store.address.endpoints
 
 
-def _make_upkeep(
+def _make_etcd_maintenance(
     settings: config.Settings, store: Store, controller: Controller, clock: Clock
 ) -> Callable[[], Coroutine[Any, Any, None]] | None:
-    """Upkeep of this machine's etcd member; None with another store."""
-    if settings.controller.store != LOCAL_ETCD:
+    """Maintenance of this machine's etcd member; None with another store."""
+    if settings.controller.store != LOCAL_ETCD_STORE:
         return None
-    from genie.controller.etcd.upkeep import EtcdUpkeep  # late: needs gRPC
+    from genie.controller.etcd.maintenance import EtcdMaintenance  # late: needs gRPC
     from genie.controller.store.etcd import EtcdStore
 
     assert isinstance(store, EtcdStore)
     state_dir = settings.paths.state_dir
-    return EtcdUpkeep(
+    return EtcdMaintenance(
         store,
         Certificates.open(state_dir / CONTROLLER_DIRECTORY, settings.controller, clock=clock),
         state_dir=state_dir,
@@ -156,7 +156,10 @@ def _make_upkeep(
 
 
 async def _run_until_signal(
-    controller: Controller, *, compile_ahead: bool, upkeep: Callable[[], Coroutine[Any, Any, None]] | None
+    controller: Controller,
+    *,
+    compile_ahead: bool,
+    etcd_maintenance: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -165,8 +168,10 @@ async def _run_until_signal(
     reduce_garbage_collection()
     async with unwrapped_task_group() as group:
         serving = group.create_task(controller.run())
-        compiling = group.create_task(compile_in_background(controller, is_enabled=compile_ahead))
-        others = [compiling] if upkeep is None else [compiling, group.create_task(upkeep())]
+        compiling = group.create_task(compile_scheduler_in_background(controller, is_enabled=compile_ahead))
+        others = (
+            [compiling] if etcd_maintenance is None else [compiling, group.create_task(etcd_maintenance())]
+        )
         await stop.wait()
         _log.info("stopping the controller")
         serving.cancel()
@@ -174,7 +179,7 @@ async def _run_until_signal(
             task.cancel()
 
 
-async def compile_in_background(
+async def compile_scheduler_in_background(
     controller: Controller, *, is_enabled: bool, command: Sequence[str] = prebuild_command("genie_scheduler")
 ) -> None:
     """Compile the scheduler's library if it is not built; plain Python is used meanwhile."""

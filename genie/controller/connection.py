@@ -35,7 +35,7 @@ class Connection:
 
     peer: Peer
     authenticated_as: Identity | None = None
-    announced_controllers: tuple[str, ...] = ()
+    announced_controller_addresses: tuple[str, ...] = ()
     """Addresses of the controllers that the reply to Hello contained."""
     token_usage: TokenUsage | None = None
     """Set after Hello; None for a node."""
@@ -49,13 +49,13 @@ class Connection:
     def authenticate(self, identity: Identity, *, controllers: tuple[str, ...]) -> None:
         """Accept the Hello of this connection; from now on it may send large frames."""
         self.authenticated_as = identity
-        self.announced_controllers = controllers
+        self.announced_controller_addresses = controllers
         self.peer.channel.set_authenticated()
         self.peer.channel.set_frame_limit(FRAME_BYTES_MAX)
         if identity.kind is TokenKind.NODE:
             self.peer.set_in_flight_max(CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)
 
-    def check_spec_once(self, spec: JobSpec) -> JobSpec:
+    def check_job_spec_once(self, spec: JobSpec) -> JobSpec:
         """Return `spec` after check_job. Equal specs in a row are checked once and share one object."""
         if spec != self._last_checked_spec:
             check_job(spec)
@@ -63,7 +63,7 @@ class Connection:
         assert self._last_checked_spec is not None
         return self._last_checked_spec
 
-    def require_node(self, node_id: str) -> str:
+    def require_connection_of_node(self, node_id: str) -> str:
         """Return `node_id`; raise PermissionError_ unless this is the connection of that node."""
         if node_id != self.identity.name:
             raise PermissionError_(
@@ -83,10 +83,10 @@ class Connections:
         self._open_connections: set[Connection] = set()
         self._connections_by_token: dict[str, dict[Connection, None]] = {}
         """Authenticated connections, oldest first."""
-        self._count_by_token_kind: Counter[TokenKind] = Counter()
-        self._excess_owner_connections = 0
+        self._authenticated_count_by_token_kind: Counter[TokenKind] = Counter()
+        self._excess_owner_connection_count = 0
         """Connections of owner tokens beyond their limit, which count as those of users."""
-        self._peak_count = 0
+        self._peak_open_count = 0
         self._closed_count = 0
         """Number of connections that were closed so far."""
         self._closed_counts_at_last_checks: deque[int] = deque(maxlen=_MEMORY_RETURN_QUIET_CHECKS_MIN + 1)
@@ -97,7 +97,7 @@ class Connections:
 
     def add(self, connection: Connection) -> None:
         self._open_connections.add(connection)
-        self._peak_count = max(self._peak_count, len(self._open_connections))
+        self._peak_open_count = max(self._peak_open_count, len(self._open_connections))
 
     def discard(self, connection: Connection) -> None:
         self._open_connections.discard(connection)
@@ -106,9 +106,9 @@ class Connections:
         if identity is None:
             return
         group = self._connections_by_token[identity.token_id]
-        self._excess_owner_connections -= _exceeds_owner_limit(identity.kind, len(group) - 1)
+        self._excess_owner_connection_count -= _exceeds_owner_limit(identity.kind, len(group) - 1)
         del group[connection]
-        self._count_by_token_kind[identity.kind] -= 1
+        self._authenticated_count_by_token_kind[identity.kind] -= 1
         if not group:
             del self._connections_by_token[identity.token_id]
 
@@ -134,18 +134,18 @@ class Connections:
             is_machine = identity.kind in (TokenKind.NODE, TokenKind.SERVER)
             if is_machine or self._user_connection_count >= self._limits.user_connections_max:
                 next((one for one in group if one.peer.is_idle), next(iter(group))).peer.close()
-        self._check_total_limit(identity.kind)
-        self._excess_owner_connections += _exceeds_owner_limit(identity.kind, len(group))
+        self._check_limit_of_all_tokens(identity.kind)
+        self._excess_owner_connection_count += _exceeds_owner_limit(identity.kind, len(group))
         self._connections_by_token.setdefault(identity.token_id, {})[connection] = None
-        self._count_by_token_kind[identity.kind] += 1
+        self._authenticated_count_by_token_kind[identity.kind] += 1
         connection.authenticate(identity, controllers=controllers)
 
     @property
     def _user_connection_count(self) -> int:
         """Connections that count towards the limit of all users."""
-        return self._count_by_token_kind[TokenKind.USER] + self._excess_owner_connections
+        return self._authenticated_count_by_token_kind[TokenKind.USER] + self._excess_owner_connection_count
 
-    def _check_total_limit(self, kind: TokenKind) -> None:
+    def _check_limit_of_all_tokens(self, kind: TokenKind) -> None:
         limits = self._limits
         if kind in (TokenKind.OWNER, TokenKind.SERVER):
             return
@@ -155,7 +155,7 @@ class Connections:
                 retry_after_s=_CONNECTION_RETRY_AFTER_S,
             )
         if (
-            self._user_connection_count + self._count_by_token_kind[TokenKind.NODE]
+            self._user_connection_count + self._authenticated_count_by_token_kind[TokenKind.NODE]
             >= limits.authenticated_max
         ):
             raise OverloadedError(
@@ -180,12 +180,12 @@ class Connections:
         )
         return (
             is_settled
-            and self._peak_count - len(self._open_connections) >= _MEMORY_RETURN_CLOSED_CONNECTIONS_MIN
+            and self._peak_open_count - len(self._open_connections) >= _MEMORY_RETURN_CLOSED_CONNECTIONS_MIN
         )
 
     def reset_peak_count(self) -> None:
         """Count closed connections from now on."""
-        self._peak_count = len(self._open_connections)
+        self._peak_open_count = len(self._open_connections)
 
 
 def _exceeds_owner_limit(kind: TokenKind, other_connections: int) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.blobs.replication import BlobReplication
-from genie.controller.blobs.storage import Blobs
+from genie.controller.blobs.storage import BlobStorage
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
 from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
@@ -37,6 +37,7 @@ from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.servers import ServerAdmission
 from genie.controller.nodes.snapshots import NodeSnapshots
+from genie.controller.periodic_steps import PeriodicStepRunner
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.pass_runner import PassRunner
 from genie.controller.placement.placers import placer_factory
@@ -53,11 +54,10 @@ from genie.controller.requests.quotas import QuotaRequests, QuotaTable
 from genie.controller.requests.service import RequestService
 from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
-from genie.controller.steps import PeriodicSteps
 from genie.controller.store import Put, Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
-from genie.controller.tokens import Tokens
+from genie.controller.tokens import TokenRegistry
 from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
 from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 _TICK_INTERVAL_S_MAX = 0.5
 # Until an agent knows about a new controller, it cannot switch to it when this one fails.
 _HOUSEKEEPING_INTERVAL_S = 2.0
-_LEADER_RETRY_S = 1.0
+_FAILED_PASS_RETRY_S = 1.0
 _MEMORY_RETURN_INTERVAL_S = 60.0
 _PLACEMENT_POLICY = "supply"
 
@@ -117,18 +117,18 @@ class Controller:
         self._name = name
         self._random_bytes = random_bytes
         self._offload = offload
-        self._directory = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
-        self._wake_event = asyncio.Event()
+        self._controller_dir = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
+        self._pass_wake_event = asyncio.Event()
         self._ready_event = asyncio.Event()
         self._tick_interval_s = min(_TICK_INTERVAL_S_MAX, config.node_suspect_s / 4)
-        self._are_local_files_written = False
-        self._local_files_alarm = ""
+        self._are_local_cluster_files_written = False
+        self._local_cluster_files_alarm = ""
         self._controller_addresses: tuple[str, ...] = ()
         self._logged_node_statuses: dict[str, NodeStatus] = {}
         self._next_tick_s = 0.0
         self._has_term_begun = False
         self.port = 0
-        self._certificates = Certificates.open(self._directory, config, clock=clock)
+        self._certificates = Certificates.open(self._controller_dir, config, clock=clock)
         self._store_health = StoreHealth()
         self._election = Election(
             store,
@@ -139,17 +139,17 @@ class Controller:
             instance=instance,
         )
         files_max = get_open_file_limit()
-        self._open_files_alarm = _file_limit_alarm(files_max)
+        self._open_files_alarm = _open_file_limit_alarm(files_max)
         self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
-        self._periodic_steps = PeriodicSteps(clock)
+        self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
-        self._build_placement()
-        self._build_agents()
-        self._service = self._build_service(self._build_handlers(offload))
+        self._build_scheduling_services()
+        self._build_node_services()
+        self._request_service = self._build_request_service(self._build_request_handlers(offload))
 
-    def _build_placement(self) -> None:
+    def _build_scheduling_services(self) -> None:
         config, clock = self._config, self._clock
         self._membership = Membership(config)
         self._node_faults = NodeFaults(clock)
@@ -166,7 +166,7 @@ class Controller:
             clock=clock,
             random_bytes=self._random_bytes,
             notifier=ChangeNotifier(clock),
-            wake=self._wake_event.set,
+            wake=self._pass_wake_event.set,
             placer=self._planner,
             backoff=self._launch_backoff,
         )
@@ -179,20 +179,20 @@ class Controller:
             clock=self._clock,
             make_placer=lambda policy: self._make_placer(policy, 0, ()),
             policy=_PLACEMENT_POLICY,
-            rules=self._make_rules,
+            rules=self._make_scheduling_rules,
             workers_per_node_max=self._config.node_workers_max,
             launch_capacity=lambda: self._launch_queue.worker_capacity,
             not_before_s=self._launch_backoff.not_before_s,
             needed_bytes=self._launch_backoff.needed_disk_bytes,
         )
 
-    def _make_rules(self) -> Rules:
+    def _make_scheduling_rules(self) -> Rules:
         quotas, weights = self._quota_table.quotas_and_weights()
         return Rules(quotas=quotas, weights=weights).with_order(self._policy)
 
-    def _build_agents(self) -> None:
+    def _build_node_services(self) -> None:
         ledger, jobs, clock = self._ledger, self._jobs, self._clock
-        self._tokens = Tokens(
+        self._tokens = TokenRegistry(
             ledger,
             self._store,
             config=self._config,
@@ -230,9 +230,9 @@ class Controller:
             config=self._config,
             clock=clock,
             controllers=lambda: self._controller_addresses,
-            refresh_controllers=self._read_controllers,
+            refresh_controllers=self._refresh_controller_addresses,
             forget_node=self._admission.forget_node,
-            wake=self._wake_event.set,
+            wake=self._pass_wake_event.set,
         )
         self._pass_runner = PassRunner(
             ledger,
@@ -244,10 +244,10 @@ class Controller:
             self._launch_queue,
         )
 
-    def _build_handlers(self, offload: Offload) -> list[Handlers]:
+    def _build_request_handlers(self, offload: Offload) -> list[Handlers]:
         clock, jobs, planner = self._clock, self._jobs, self._planner
         election, kill, check_readable = self._election, self._agents.send_kills, self._ledger.check_readable
-        blobs = self._open_blobs()
+        blobs = self._open_blob_storage()
         replication = self._blob_replication = self._build_blob_replication(blobs, offload)
         nodes, waits = NodeList(self._ledger, self._node_snapshots), OpenWaits()
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
@@ -312,16 +312,16 @@ class Controller:
             etcd_endpoints=self._get_etcd_endpoints,
         )
 
-    def _open_blobs(self) -> Blobs:
-        return Blobs(
-            self._directory / "blobs",
+    def _open_blob_storage(self) -> BlobStorage:
+        return BlobStorage(
+            self._controller_dir / "blobs",
             bytes_max=self._config.blobs_bytes_max,
             tenant_bytes_max=self._config.blobs_tenant_bytes_max,
             clock=self._clock,
         )
 
-    def _build_blob_replication(self, blobs: Blobs, offload: Offload) -> BlobReplication:
-        client_tls = partial(self._certificates.client_tls, self._directory)
+    def _build_blob_replication(self, blobs: BlobStorage, offload: Offload) -> BlobReplication:
+        client_tls = partial(self._certificates.client_tls, self._controller_dir)
         return BlobReplication(
             blobs,
             name=self._name,
@@ -351,7 +351,7 @@ class Controller:
             space=self._jobs.space,
         )
 
-    def _build_service(self, handlers: list[Handlers]) -> RequestService:
+    def _build_request_service(self, handlers: list[Handlers]) -> RequestService:
         return RequestService(
             ledger=self._ledger,
             election=self._election,
@@ -367,12 +367,12 @@ class Controller:
 
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
-        file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_files_alarm) if alarm]
+        file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_cluster_files_alarm) if alarm]
         return [
             *file_alarms,
             *self._store_monitor.alarms(),
             *self._blob_replication.alarms(),
-            *self._periodic_steps.alarms(),
+            *self._periodic_step_runner.alarms(),
         ]
 
     @property
@@ -392,7 +392,7 @@ class Controller:
             return False
         self._make_placer = make
         self._planner.invalidate()
-        self._wake_event.set()
+        self._pass_wake_event.set()
         return True
 
     async def wait_ready(self) -> None:
@@ -404,11 +404,11 @@ class Controller:
         try:
             async with asyncio.TaskGroup() as group:
                 listening = asyncio.Event()
-                group.create_task(self._serve(listening, group), name="serve")
+                group.create_task(self._serve_connections(listening, group), name="serve")
                 group.create_task(self._ledger.run(), name="ledger")
                 group.create_task(self._orders.run(), name="orders")
                 await listening.wait()
-                group.create_task(self._lead_forever(), name="lead")
+                group.create_task(self._campaign_and_lead_forever(), name="lead")
         except* GenieError as errors:
             raise first_error(errors) from None
         finally:
@@ -416,10 +416,10 @@ class Controller:
                 await self._backup_requests.close()
             await self._election.resign()
 
-    async def _serve(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:
-        context = self._certificates.server_context(self._directory)
+    async def _serve_connections(self, listening: asyncio.Event, group: asyncio.TaskGroup) -> None:
+        context = self._certificates.server_context(self._controller_dir)
         if context is not None:
-            renewal = self._certificates.renew_forever(context, self._directory)
+            renewal = self._certificates.renew_forever(context, self._controller_dir)
             group.create_task(renewal, name="certificate")
 
         def on_listening(port: int) -> None:
@@ -432,16 +432,16 @@ class Controller:
         await self._network.serve(
             self._config.bind,
             self._config.port,
-            self._service.serve_connection,
+            self._request_service.serve_connection,
             tls=context,
             on_listening=on_listening,
         )
 
     # -- terms ------------------------------------------------------------------------------
 
-    async def _lead_forever(self) -> None:
+    async def _campaign_and_lead_forever(self) -> None:
         while True:
-            if await self._try_win_election() and await self._lead():
+            if await self._try_win_election() and await self._lead_one_term():
                 continue
             other = self._election.leader
             if self._store_health.is_ok and other is not None and other.name != self._name:
@@ -455,7 +455,7 @@ class Controller:
     async def _try_win_election(self) -> bool:
         try:
             record = await self._read_cluster_record()
-            if await self._election.has_duplicate():
+            if await self._election.has_duplicate_controller():
                 return False  # and do not replace its address
             await self._register_controller()
             return await self._election.try_win_election(
@@ -489,9 +489,9 @@ class Controller:
         stored = await self._store.get(key)
         if stored is None or stored.value != value:
             await self._store.commit([], [Put(key, value)])
-        await self._read_controllers()
+        await self._refresh_controller_addresses()
 
-    async def _read_controllers(self) -> None:
+    async def _refresh_controller_addresses(self) -> None:
         found = await self._store.range(CONTROLLER_KEY_PREFIX)
         others = sorted({item.value.decode() for item in found.items} - {self.address})
         self._controller_addresses = (self.address, *others)
@@ -531,16 +531,18 @@ class Controller:
     async def _try_write_local_cluster_files(self) -> None:
         """Write the files by which commands on this machine find the cluster, once. A failure affects only
         these commands."""
-        if self._are_local_files_written:
+        if self._are_local_cluster_files_written:
             return
         try:
             self._write_local_cluster_files()
         except StoreFullError as error:
-            if not self._local_files_alarm:
+            if not self._local_cluster_files_alarm:
                 _log.error("commands on this machine may not find the cluster: %s", error)
-            self._local_files_alarm = f"commands on this machine may not find the cluster: {error.message}"
+            self._local_cluster_files_alarm = (
+                f"commands on this machine may not find the cluster: {error.message}"
+            )
         else:
-            self._local_files_alarm, self._are_local_files_written = "", True
+            self._local_cluster_files_alarm, self._are_local_cluster_files_written = "", True
 
     def _write_local_cluster_files(self) -> None:
         record = self._ledger.cluster.get("")
@@ -550,13 +552,13 @@ class Controller:
             store_trusted_ca(self._certificates.ca_pem, state_dir=self._state_dir)
         local.write(self._state_dir)
 
-    async def _lead(self) -> bool:
+    async def _lead_one_term(self) -> bool:
         """Lead until the lease is lost; False if the term could not begin. The lease is renewed from the
         start, because reading the tables may take longer than the lease lasts."""
         self._has_term_begun = False
         async with asyncio.TaskGroup() as group:
             term = group.create_task(self._run_term(), name="term")
-            await self._election.hold_leadership()
+            await self._election.hold_leadership_until_term_ends()
             term.cancel()
         return self._has_term_begun
 
@@ -577,27 +579,27 @@ class Controller:
 
     async def _run_passes_forever(self) -> None:
         while True:
-            self._wake_event.clear()
+            self._pass_wake_event.clear()
             try:
-                await self._run_tick_and_pass()
+                await self._run_due_tick_and_pass()
             except (StoreError, LeadershipError) as error:
                 _log.warning("scheduling pass postponed: %s", error)
                 await self._clock.sleep(self._tick_interval_s)
             except Exception:  # a task boundary: a failed pass must not end the controller
                 _log.exception("scheduling pass failed")
-                await self._clock.sleep(_LEADER_RETRY_S)
-            await wait_event(self._wake_event, clock=self._clock, timeout_s=self._tick_interval_s)
+                await self._clock.sleep(_FAILED_PASS_RETRY_S)
+            await wait_event(self._pass_wake_event, clock=self._clock, timeout_s=self._tick_interval_s)
 
-    async def _run_tick_and_pass(self) -> None:
+    async def _run_due_tick_and_pass(self) -> None:
         if self._clock.monotonic_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.monotonic_s() + self._tick_interval_s
             self._pass_runner.log_launches()
-            await self._tick()
+            await self._run_tick_steps()
         await self._pass_runner.run()
 
-    async def _tick(self) -> None:
+    async def _run_tick_steps(self) -> None:
         """Do the work that depends on time alone, not on changes."""
-        await self._periodic_steps.run(
+        await self._periodic_step_runner.run_steps(
             {
                 "logging node states": self._log_node_statuses,
                 "reclaiming jobs of lost nodes": self._agents.reclaim_jobs,
@@ -630,12 +632,12 @@ class Controller:
             await self._clock.sleep(_HOUSEKEEPING_INTERVAL_S)
 
     async def _housekeep(self) -> None:
-        await self._periodic_steps.run(
+        await self._periodic_step_runner.run_steps(
             {
-                "measuring the store": self._store_monitor.measure_if_due,
+                "measuring the store": self._store_monitor.measure_and_compact_if_due,
                 "deleting old jobs": self._jobs.history.delete_old_jobs,
                 "deleting old tokens": self._tokens.delete_old_tokens,
-                "reading the list of controllers": self._read_controllers,
+                "reading the list of controllers": self._refresh_controller_addresses,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
                 "closing abandoned backups": self._backup_requests.close_if_idle,
@@ -667,7 +669,7 @@ class Controller:
             _log.info("node %s is %s%s", node_id, status, f": {reason}" if reason else "")
 
 
-def _file_limit_alarm(files_max: int) -> str:
+def _open_file_limit_alarm(files_max: int) -> str:
     if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
         return ""
     connections = ConnectionLimits.for_open_file_limit(files_max).connections_max

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 LEADER_KEY = "leader"
 CONTROLLER_KEY_PREFIX = "controller/"
 """Prefix of the keys with the addresses of all controllers, by name."""
-_RESIGN_TIMEOUT_S = 2.0
-DUPLICATE_TTLS = 2.0
+_REVOKE_LEASE_TIMEOUT_S = 2.0
+DUPLICATE_DETECTION_TTLS = 2.0
 """After this number of TTLs, a key that still exists is being renewed by a running controller."""
 
 
@@ -53,18 +53,18 @@ class StoreHealth:
         self.is_full = False
         """Whether the last operation failed because the store has no space."""
         self.failure_reason = ""
-        self._logged_failures: set[str] = set()
+        self._logged_error_codes: set[str] = set()
         """Codes of the errors that were logged since the last success."""
 
     def record_success(self) -> None:
         if not self.is_ok:
             _log.info("the store is available again")
-            self._logged_failures.clear()
+            self._logged_error_codes.clear()
         self.is_ok, self.is_full, self.failure_reason = True, False, ""
 
     def record_failure(self, error: StoreError) -> None:
-        if error.code not in self._logged_failures:
-            self._logged_failures.add(error.code)
+        if error.code not in self._logged_error_codes:
+            self._logged_error_codes.add(error.code)
             _log.warning("the store is unavailable, no decisions are made: %s", error)
         self.is_ok, self.is_full, self.failure_reason = False, isinstance(error, StoreFullError), str(error)
 
@@ -87,16 +87,16 @@ class Election:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._name = name
-        self._instance = instance
-        self._duplicate_seen: tuple[int, float] | None = None
+        self._controller_name = name
+        self._instance_id = instance
+        self._duplicate_revision_and_first_seen_s: tuple[int, float] | None = None
         """Create revision of the key of another controller with this name, and when it was first seen."""
-        self._ttl_s = ttl_s
+        self._lease_ttl_s = ttl_s
         self._store_health = health
         self._lease_id = 0
         self._fencing_token = 0
         self._lease_deadline_s = 0.0
-        self._term_ended = asyncio.Event()
+        self._term_ended_event = asyncio.Event()
         self.leader: LeaderRecord | None = None
         """The leader when the key was last read."""
 
@@ -109,7 +109,7 @@ class Election:
         """Fencing token of the current or the last term; 0 before the first."""
         return self._fencing_token
 
-    def leads_with(self, token: int) -> bool:
+    def is_leading_with_token(self, token: int) -> bool:
         """Whether this controller leads, with this fencing token."""
         return token == self._fencing_token > 0 and self._clock.monotonic_s() < self._lease_deadline_s
 
@@ -122,16 +122,16 @@ class Election:
                 f"the store is unavailable: {self._store_health.failure_reason}",
                 hint="running jobs continue; try again when the store is available",
             )
-        where = self.leader.address if self.leader and self.leader.name != self._name else ""
+        where = self.leader.address if self.leader and self.leader.name != self._controller_name else ""
         raise NotLeaderError.naming_leader("this controller does not lead", leader=where)
 
-    async def has_duplicate(self) -> bool:
+    async def has_duplicate_controller(self) -> bool:
         """Whether another controller with this name holds the key. Raise DuplicateControllerError if it is
         still running."""
-        if not self._instance:
+        if not self._instance_id:
             return False
         found = await self._store.get(LEADER_KEY)
-        if found is None or self._is_own_key(found):
+        if found is None or self._decode_leader_and_check_is_self(found):
             return False
         return self.leader is not None and self._is_duplicate(self.leader)
 
@@ -140,26 +140,26 @@ class Election:
 
         `generation` is that of the cluster: only a restore changes it, and only in an empty store."""
         self._fencing_token = 0
-        self._term_ended.clear()
+        self._term_ended_event.clear()
         try:
             found = await self._store.get(LEADER_KEY)
             self._store_health.record_success()
-            if found is not None and not self._is_own_key(found):
+            if found is not None and not self._decode_leader_and_check_is_self(found):
                 return False
-            won = await self._acquire_leadership(address, found, generation=generation)
+            won = await self._try_acquire_leadership(address, found, generation=generation)
         except StoreError as error:
             self._store_health.record_failure(error)
             return False
         return won
 
-    async def hold_leadership(self) -> None:
+    async def hold_leadership_until_term_ends(self) -> None:
         """Renew the lease until the term ends."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._renew_lease_forever()),
                 group.create_task(self._step_down_at_deadline()),
             ]
-            await self._term_ended.wait()
+            await self._term_ended_event.wait()
             for task in tasks:
                 task.cancel()
 
@@ -167,9 +167,9 @@ class Election:
         if self._lease_deadline_s > 0:
             _log.warning("no longer leading: %s", reason)
         self._lease_deadline_s = 0.0
-        self._term_ended.set()
+        self._term_ended_event.set()
 
-    async def check_still_leading(self) -> None:
+    async def step_down_if_replaced(self) -> None:
         """Step down if the key no longer belongs to this term."""
         found = await self._store.get(LEADER_KEY)
         if found is None or found.create_revision != revision_of_token(self._fencing_token):
@@ -178,16 +178,16 @@ class Election:
     async def resign(self) -> None:
         """Revoke the lease, so that another controller need not wait until it expires."""
         self._lease_deadline_s = 0.0
-        self._term_ended.set()
+        self._term_ended_event.set()
         if not self._lease_id:
             return
         try:
-            await self._store.revoke_lease(self._lease_id, timeout_s=_RESIGN_TIMEOUT_S)
+            await self._store.revoke_lease(self._lease_id, timeout_s=_REVOKE_LEASE_TIMEOUT_S)
         except StoreError as error:
             _log.info("could not resign leadership: %s", error)
         self._lease_id = 0
 
-    def _is_own_key(self, leader_key: KeyValue) -> bool:
+    def _decode_leader_and_check_is_self(self, leader_key: KeyValue) -> bool:
         try:
             self.leader = msgspec.json.decode(leader_key.value, type=LeaderRecord)
         except msgspec.DecodeError as error:
@@ -195,21 +195,27 @@ class Election:
         if self._is_duplicate(self.leader):
             self._check_duplicate_has_ended(leader_key, self.leader)
             return False
-        return self.leader.name == self._name
+        return self.leader.name == self._controller_name
 
     def _is_duplicate(self, leader: LeaderRecord) -> bool:
         """Whether this is another controller with the same name."""
-        is_other_instance = self._instance and leader.instance not in ("", self._instance)
-        return leader.name == self._name and bool(is_other_instance)
+        is_other_instance = self._instance_id and leader.instance not in ("", self._instance_id)
+        return leader.name == self._controller_name and bool(is_other_instance)
 
     def _check_duplicate_has_ended(self, leader_key: KeyValue, record: LeaderRecord) -> None:
         """Raise DuplicateControllerError if another controller with this name renews its lease.
 
         The key of one that has ended, such as before its directory was moved here, expires."""
         now_s = self._clock.monotonic_s()
-        if self._duplicate_seen is None or self._duplicate_seen[0] != leader_key.create_revision:
-            self._duplicate_seen = (leader_key.create_revision, now_s)
-        elif now_s - self._duplicate_seen[1] > DUPLICATE_TTLS * self._ttl_s:
+        if (
+            self._duplicate_revision_and_first_seen_s is None
+            or self._duplicate_revision_and_first_seen_s[0] != leader_key.create_revision
+        ):
+            self._duplicate_revision_and_first_seen_s = (leader_key.create_revision, now_s)
+        elif (
+            now_s - self._duplicate_revision_and_first_seen_s[1]
+            > DUPLICATE_DETECTION_TTLS * self._lease_ttl_s
+        ):
             raise DuplicateControllerError(
                 f"the controller at {record.address} is running with the name of this one: the state "
                 "directory of one was copied from the other",
@@ -217,7 +223,7 @@ class Election:
                 "controller/ca.key and owner.token copied to it; remove controller/name here",
             )
 
-    async def _acquire_leadership(
+    async def _try_acquire_leadership(
         self, address: str, leader_key: KeyValue | None, *, generation: int
     ) -> bool:
         sent_s = self._clock.monotonic_s()
@@ -225,8 +231,8 @@ class Election:
             await self._store.commit(
                 [Compare(LEADER_KEY, leader_key.create_revision, field="create")], [Delete(LEADER_KEY)]
             )
-        lease_id = await self._store.grant_lease(self._ttl_s)
-        record = LeaderRecord(name=self._name, address=address, instance=self._instance)
+        lease_id = await self._store.grant_lease(self._lease_ttl_s)
+        record = LeaderRecord(name=self._controller_name, address=address, instance=self._instance_id)
         put = Put(LEADER_KEY, msgspec.json.encode(record), lease_id)
         try:
             result = await self._store.commit([Compare(LEADER_KEY, 0)], [put])
@@ -238,18 +244,18 @@ class Election:
             await self._revoke_lease(lease_id)
             return False
         self.leader, self._lease_id = record, lease_id
-        self._fencing_token = _make_token(generation, result.revision)
-        self._lease_deadline_s = sent_s + self._ttl_s
+        self._fencing_token = _make_fencing_token(generation, result.revision)
+        self._lease_deadline_s = sent_s + self._lease_ttl_s
         return True
 
     async def _revoke_lease(self, lease_id: int) -> None:
         try:
-            await self._store.revoke_lease(lease_id, timeout_s=_RESIGN_TIMEOUT_S)
+            await self._store.revoke_lease(lease_id, timeout_s=_REVOKE_LEASE_TIMEOUT_S)
         except StoreError as error:
             _log.debug("could not revoke a lease, it will expire: %s", error)
 
     async def _renew_lease_forever(self) -> None:
-        interval_s = self._ttl_s / 3
+        interval_s = self._lease_ttl_s / 3
         while True:
             await self._clock.sleep(interval_s)
             sent_s = self._clock.monotonic_s()
@@ -263,7 +269,7 @@ class Election:
                 continue
             if self._lease_deadline_s > 0:
                 self._store_health.record_success()
-                self._lease_deadline_s = sent_s + self._ttl_s
+                self._lease_deadline_s = sent_s + self._lease_ttl_s
 
     async def _step_down_at_deadline(self) -> None:
         while (left_s := self._lease_deadline_s - self._clock.monotonic_s()) > 0:
@@ -271,7 +277,7 @@ class Election:
         self.step_down("the lease could not be renewed before it expired")
 
 
-def _make_token(generation: int, revision: int) -> int:
+def _make_fencing_token(generation: int, revision: int) -> int:
     try:
         return make_fencing_token(generation=generation, revision=revision)
     except ValueError as error:

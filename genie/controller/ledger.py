@@ -21,7 +21,7 @@ import msgspec
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.quarantine import Quarantine
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store
-from genie.controller.store.limits import check_transaction, operation_size_bytes
+from genie.controller.store.limits import check_transaction_and_get_size_bytes, operation_size_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
@@ -46,14 +46,14 @@ _Result = TypeVar("_Result")
 WRITES_QUEUED_MAX = 1024
 # The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024
-_PAGE_ROWS = 500
-_PAGE_TIMEOUT_S = 30.0
-_BYTES_PER_YIELD = 256 * 1024
+_LOAD_PAGE_ROWS = 500
+_LOAD_PAGE_TIMEOUT_S = 30.0
+_DECODED_BYTES_PER_YIELD = 256 * 1024
 """Bytes to decode between two yields to the event loop: about 2 ms."""
-_ROW_OVERHEAD_BYTES = 500
+_ROW_DECODE_OVERHEAD_BYTES = 500
 """Cost of a row in addition to its bytes."""
 _BYTES_PER_CHARACTER_MAX = 4
-_encoder = msgspec.json.Encoder()
+_row_encoder = msgspec.json.Encoder()
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ async def read_cluster_record(store: Store, *, timeout_s: float = 5.0) -> Cluste
 RowListener = Callable[[str, _Row | None, _Row | None], None]
 
 
-class TableRead(Generic[_Row]):
+class TableBeingLoaded(Generic[_Row]):
     """The rows of one table while they are being read."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class TableRead(Generic[_Row]):
         self.unreadable_row_ids: set[str] = set()
 
 
-TableLoader = Callable[[TableRead[_Row]], Awaitable[None]]
+TableLoader = Callable[[TableBeingLoaded[_Row]], Awaitable[None]]
 
 
 class LedgerTable(Generic[_Row]):
@@ -133,7 +133,7 @@ class LedgerTable(Generic[_Row]):
         self._row_sizes: dict[str, int] = {}
         self._unreadable_row_ids: set[str] = set()
 
-    def add_index(self, index: RowListener[_Row]) -> None:
+    def add_reversible_index(self, index: RowListener[_Row]) -> None:
         """Call `index` for each staged row before the next build runs, and with before and after exchanged
         before any other code runs. It must be reversible and have no other effects."""
         self._indexes.append(index)
@@ -188,7 +188,7 @@ class LedgerTable(Generic[_Row]):
                 hint="it may have been written by another version of Genie",
             ) from error
 
-    def _replace_rows(self, read: TableRead[_Row]) -> None:
+    def _replace_rows(self, read: TableBeingLoaded[_Row]) -> None:
         self._rows, self._revisions = read.rows, read.revisions
         self._row_sizes, self._unreadable_row_ids = read.row_sizes, read.unreadable_row_ids
 
@@ -204,7 +204,7 @@ class LedgerTable(Generic[_Row]):
             index(row_id, before, row)
         return before
 
-    def _set_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
+    def _record_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
         self._unreadable_row_ids.discard(row_id)
         if isinstance(operation, Put):
             self._revisions[row_id] = revision
@@ -243,7 +243,7 @@ class Transaction:
             return row
         return table._rows.get(row_id)
 
-    def next_number(self, counter: str) -> int:
+    def next_counter_value(self, counter: str) -> int:
         """Return a number higher than every number of this counter in a committed transaction."""
         last = self.get(self._counters, counter)
         value = 1 if last is None else last.value + 1
@@ -252,20 +252,20 @@ class Transaction:
 
 
 _RowChange = tuple[LedgerTable[Any], str, Any]  # Any: rows of every table
-TransactionBuild = Callable[[Transaction], _Result]
+TransactionBuilder = Callable[[Transaction], _Result]
 
 
-class _Write(msgspec.Struct):
-    build: TransactionBuild[Any]  # Any: writes of every result type share one queue
+class _QueuedWrite(msgspec.Struct):
+    build: TransactionBuilder[Any]  # Any: writes of every result type share one queue
     future: asyncio.Future[Any]
 
 
 class _BuiltWrite(msgspec.Struct):
     """A write after its build: the staged changes in order, and the result or the error."""
 
-    write: _Write
+    write: _QueuedWrite
     changes: list[_RowChange]
-    outcome: Any  # Any: see _Write
+    outcome: Any  # Any: see _QueuedWrite
     failure: Exception | None = None
     rollback_callbacks: Sequence[Callable[[], None]] = ()
 
@@ -276,18 +276,18 @@ class _WriteBatch:
 
     def __init__(self, token: int, ops_max: int) -> None:
         self._ops_max = ops_max
-        self._leadership_check = Compare(LEADER_KEY, revision_of_token(token), field="create")
+        self._leadership_compare = Compare(LEADER_KEY, revision_of_token(token), field="create")
         self._row_by_key: dict[str, tuple[LedgerTable[Any], str]] = {}
         self._operation_by_key: dict[str, Put | Delete] = {}
-        self.size_bytes = check_transaction([self._leadership_check], [])
+        self.size_bytes = check_transaction_and_get_size_bytes([self._leadership_compare], [])
         self.built_writes: list[_BuiltWrite] = []
 
     @property
-    def as_transaction(self) -> tuple[list[Compare], list[Put | Delete]]:
+    def as_compares_and_operations(self) -> tuple[list[Compare], list[Put | Delete]]:
         compares = [Compare(key, table.revision(row_id)) for key, (table, row_id) in self._row_by_key.items()]
-        return [self._leadership_check, *compares], list(self._operation_by_key.values())
+        return [self._leadership_compare, *compares], list(self._operation_by_key.values())
 
-    def stored_rows(self) -> Iterator[tuple[LedgerTable[Any], str, Put | Delete]]:
+    def rows_with_operations(self) -> Iterator[tuple[LedgerTable[Any], str, Put | Delete]]:
         for key, (table, row_id) in self._row_by_key.items():
             yield table, row_id, self._operation_by_key[key]
 
@@ -298,14 +298,14 @@ class _WriteBatch:
         more_bytes = more_rows = 0
         for table, row_id, row in built.changes:
             key = table.prefix + row_id
-            operation = Delete(key) if row is None else Put(key, _encoder.encode(row))
+            operation = Delete(key) if row is None else Put(key, _row_encoder.encode(row))
             operations.append(operation)
             # Each row is also compared.
             more_bytes += operation_size_bytes(operation) + len(key) * _BYTES_PER_CHARACTER_MAX
             more_rows += key not in known
         if len(operations) >= TXN_OPS_MAX or more_bytes > TXN_BYTES_MAX:
             # One compare is for the leader's key.
-            check_transaction((), operations, ops_max=TXN_OPS_MAX - 1)
+            check_transaction_and_get_size_bytes((), operations, ops_max=TXN_OPS_MAX - 1)
         # A row that is changed twice counts twice: an upper bound.
         is_full = len(known) + more_rows >= self._ops_max
         if self.built_writes and (is_full or self.size_bytes + more_bytes > TXN_BYTES_MAX):
@@ -343,13 +343,13 @@ class Ledger:
             self.tokens,
             self.quotas,
         )
-        self._write_queue: deque[_Write] = deque()
+        self._write_queue: deque[_QueuedWrite] = deque()
         """At most WRITES_QUEUED_MAX; beyond that callers wait."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Cached, because get_running_loop makes a system call."""
         self._has_queued_writes = asyncio.Event()
         self._has_queue_space = asyncio.Event()
-        self._dequeued_writes: deque[_Write] = deque()
+        self._dequeued_writes: deque[_QueuedWrite] = deque()
         """Removed from the queue and not yet in a transaction; at most BATCH_WRITES_MAX."""
         self._needs_reload = False
         """The outcome of a commit is unknown: reload before the next one."""
@@ -362,7 +362,7 @@ class Ledger:
         """Sum of the sizes of all transactions of this process."""
         self.load_count = 0
         """Number of times that all tables were read."""
-        self._load_listeners: list[Callable[[], None]] = []
+        self._after_load_listeners: list[Callable[[], None]] = []
         self.quarantine = Quarantine(clock or SystemClock())
 
     @property
@@ -370,9 +370,9 @@ class Ledger:
         """Rows that could not be read or changed, by store key."""
         return self.quarantine.rows
 
-    def add_load_listener(self, listener: Callable[[], None]) -> None:
+    def add_after_load_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each time that all tables were read."""
-        self._load_listeners.append(listener)
+        self._after_load_listeners.append(listener)
 
     async def load_tables(self) -> None:
         """Read all tables. Call it as leader only: then no other controller writes meanwhile."""
@@ -397,15 +397,15 @@ class Ledger:
             self.nodes._unreadable_row_ids.add(node_id)
         self.is_loaded, self._needs_reload, self._loaded_fencing_token = True, False, token
         self.load_count += 1
-        for listener in self._load_listeners:
+        for listener in self._after_load_listeners:
             listener()
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether no other controller can have written since the tables were read."""
-        return self.is_loaded and self._election.leads_with(self._loaded_fencing_token)
+        return self.is_loaded and self._election.is_leading_with_token(self._loaded_fencing_token)
 
-    def require_up_to_date(self) -> None:
+    def check_leading_and_up_to_date(self) -> None:
         """Raise NotLeaderError unless this controller leads and has read the tables in this term."""
         self._election.require_fencing_token()
         if not self.is_up_to_date:
@@ -414,13 +414,13 @@ class Ledger:
     def check_readable(self) -> None:
         """Raise NotLeaderError if the tables are not loaded: another controller must respond."""
         if not self.is_loaded:
-            self.require_up_to_date()
+            self.check_leading_and_up_to_date()
 
     def mark_outdated(self) -> None:
         """Mark the tables as outdated, because another controller leads."""
         self.is_loaded = False
 
-    async def write(self, build: TransactionBuild[_Result]) -> _Result:
+    async def write(self, build: TransactionBuilder[_Result]) -> _Result:
         """Return the result of `build` once its changes are durable. If `build` raises, nothing changes and
         its exception is raised here; StoreError and NotLeaderError are raised too.
 
@@ -428,9 +428,11 @@ class Ledger:
         """
         if len(self._write_queue) >= WRITES_QUEUED_MAX:
             await self._wait_for_queue_space()
-        return await self._enqueue(build)
+        return await self._enqueue_write(build)
 
-    async def write_each(self, builds: Iterable[TransactionBuild[_Result]]) -> list[_Result | BaseException]:
+    async def write_each(
+        self, builds: Iterable[TransactionBuilder[_Result]]
+    ) -> list[_Result | BaseException]:
         """Like `write` for several builds: return the result or the exception of each. They share
         transactions where they fit; one that fails does not fail the others unless their common commit
         fails."""
@@ -439,7 +441,7 @@ class Ledger:
             for build in builds:
                 if len(self._write_queue) >= WRITES_QUEUED_MAX:
                     await self._wait_for_queue_space()
-                futures.append(self._enqueue(build))
+                futures.append(self._enqueue_write(build))
             outcomes: list[_Result | BaseException] = []
             for future in futures:
                 # Usually all complete at once, so only the first await suspends.
@@ -458,12 +460,12 @@ class Ledger:
             self._has_queue_space.clear()
             await self._has_queue_space.wait()
 
-    def _enqueue(self, build: TransactionBuild[_Result]) -> asyncio.Future[_Result]:
+    def _enqueue_write(self, build: TransactionBuilder[_Result]) -> asyncio.Future[_Result]:
         self._election.require_fencing_token()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         future: asyncio.Future[_Result] = self._loop.create_future()
-        self._write_queue.append(_Write(build, future))
+        self._write_queue.append(_QueuedWrite(build, future))
         self._has_queued_writes.set()
         return future
 
@@ -481,7 +483,7 @@ class Ledger:
                     self._has_queued_writes.clear()
                     await self._has_queued_writes.wait()
         finally:
-            _fail_writes([*self._dequeued_writes, *self._write_queue], _stopping_error())
+            _fail_writes([*self._dequeued_writes, *self._write_queue], _controller_stopping_error())
             self._dequeued_writes.clear()
             self._write_queue.clear()
 
@@ -494,29 +496,29 @@ class Ledger:
                 if self._needs_reload:
                     await self._load_tables_locked()
                 batch = _WriteBatch(token, self._store.txn_ops_max)
-                self._fill_batch(batch)
+                self._build_writes_into_batch(batch)
                 await self._commit_batch(batch)
         except asyncio.CancelledError:
-            _fail_writes(self._roll_back_writes(batch), _stopping_error())
+            _fail_writes(self._roll_back_and_list_writes(batch), _controller_stopping_error())
             raise
         # A request boundary: the callers get the error and log it.
         except Exception as error:
-            _fail_writes(self._roll_back_writes(batch), error)
+            _fail_writes(self._roll_back_and_list_writes(batch), error)
             return
         for built in batch.built_writes:
             _resolve_write(built)
 
-    def _roll_back_writes(self, batch: _WriteBatch | None) -> list[_Write]:
+    def _roll_back_and_list_writes(self, batch: _WriteBatch | None) -> list[_QueuedWrite]:
         """Roll back a failed batch and return its writes; without a batch, all dequeued writes."""
         if batch is not None:
             for built in reversed(batch.built_writes):
-                _roll_back(built.rollback_callbacks)
+                _run_rollback_callbacks(built.rollback_callbacks)
             return [built.write for built in batch.built_writes]
         writes = list(self._dequeued_writes)
         self._dequeued_writes.clear()
         return writes
 
-    def _fill_batch(self, batch: _WriteBatch) -> None:
+    def _build_writes_into_batch(self, batch: _WriteBatch) -> None:
         """Fill the batch. Only in here do the tables show changes that are not durable: they are reverted
         before anything awaits, so only the builds see them."""
         applied: list[_RowChange] = []
@@ -525,7 +527,7 @@ class Ledger:
                 write = self._dequeued_writes.popleft()
                 if write.future.done():
                     continue
-                built = self._try_add_write(write, batch)
+                built = self._try_build_write_into_batch(write, batch)
                 if built is None:
                     self._dequeued_writes.appendleft(write)
                     return
@@ -536,7 +538,7 @@ class Ledger:
             for table, row_id, before in reversed(applied):
                 table._set_row(row_id, before)
 
-    def _try_add_write(self, write: _Write, batch: _WriteBatch) -> _BuiltWrite | None:
+    def _try_build_write_into_batch(self, write: _QueuedWrite, batch: _WriteBatch) -> _BuiltWrite | None:
         """Run the build and add it to the batch; None if it does not fit."""
         transaction = Transaction(self.counters)
         try:
@@ -550,17 +552,17 @@ class Ledger:
             )
             if batch.try_add(built):
                 return built
-            _roll_back(transaction.rollback_callbacks)
+            _run_rollback_callbacks(transaction.rollback_callbacks)
             return None
         # A request boundary. Answered after the commit: it may have failed because of earlier staged changes.
         except Exception as error:
-            _roll_back(transaction.rollback_callbacks)
+            _run_rollback_callbacks(transaction.rollback_callbacks)
             built = _BuiltWrite(write, [], None, error)
             batch.built_writes.append(built)
             return built
 
     async def _commit_batch(self, batch: _WriteBatch) -> None:
-        compares, operations = batch.as_transaction
+        compares, operations = batch.as_compares_and_operations
         if not operations:
             return
         try:
@@ -573,13 +575,13 @@ class Ledger:
         self._store_health.record_success()
         if not result.succeeded:
             self._needs_reload = True
-            await self._election.check_still_leading()
+            await self._election.step_down_if_replaced()
             raise NotLeaderError("the write was rejected: the store has newer data", hint="try again")
         # Apply all changes first: listeners must see the final tables.
         changes = [change for built in batch.built_writes for change in built.changes]
         befores = [table._set_row(row_id, row) for table, row_id, row in changes]
-        for table, row_id, operation in batch.stored_rows():
-            table._set_stored_row(row_id, result.revision, operation)
+        for table, row_id, operation in batch.rows_with_operations():
+            table._record_stored_row(row_id, result.revision, operation)
         self.written_bytes += batch.size_bytes
         if self.quarantined:
             for table, row_id, _ in changes:
@@ -591,27 +593,29 @@ class Ledger:
                 except Exception as error:  # the change is durable: the other writes must not fail
                     self.quarantine.add(table.prefix + row_id, error)
 
-    async def _read_table(self, table: LedgerTable[_Row]) -> TableRead[_Row]:
+    async def _read_table(self, table: LedgerTable[_Row]) -> TableBeingLoaded[_Row]:
         """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
         many rows are decoded."""
-        read: TableRead[_Row] = TableRead()
+        read: TableBeingLoaded[_Row] = TableBeingLoaded()
         after, more = "", True
         unyielded_bytes = 0
         while more:
             page = await self._store.range(
-                table.prefix, start_after=after, limit=_PAGE_ROWS, timeout_s=_PAGE_TIMEOUT_S
+                table.prefix, start_after=after, limit=_LOAD_PAGE_ROWS, timeout_s=_LOAD_PAGE_TIMEOUT_S
             )
             for item in page.items:
-                self._decode_row_into(read, table, item)
-                unyielded_bytes += len(item.value) + _ROW_OVERHEAD_BYTES
-                if unyielded_bytes > _BYTES_PER_YIELD:
+                self._decode_or_quarantine_row(read, table, item)
+                unyielded_bytes += len(item.value) + _ROW_DECODE_OVERHEAD_BYTES
+                if unyielded_bytes > _DECODED_BYTES_PER_YIELD:
                     unyielded_bytes = 0
                     await asyncio.sleep(0)
                 after = item.key
             more = page.more
         return read
 
-    def _decode_row_into(self, read: TableRead[_Row], table: LedgerTable[_Row], item: KeyValue) -> None:
+    def _decode_or_quarantine_row(
+        self, read: TableBeingLoaded[_Row], table: LedgerTable[_Row], item: KeyValue
+    ) -> None:
         """Add a row. One that cannot be read is quarantined; StoreCorruptError if nothing could be done
         without it."""
         row_id = item.key.removeprefix(table.prefix)
@@ -626,7 +630,7 @@ class Ledger:
             self.quarantine.add(item.key, error)
 
 
-def _roll_back(rollbacks: Sequence[Callable[[], None]]) -> None:
+def _run_rollback_callbacks(rollbacks: Sequence[Callable[[], None]]) -> None:
     for undo in reversed(rollbacks):
         undo()
 
@@ -642,7 +646,7 @@ def _resolve_write(built: _BuiltWrite) -> None:
         future.set_result(built.outcome)
 
 
-def _fail_writes(writes: Iterable[_Write], error: Exception) -> None:
+def _fail_writes(writes: Iterable[_QueuedWrite], error: Exception) -> None:
     for write in writes:
         if write.future.done():
             _log.warning("a write failed after its caller was cancelled: %s", error)
@@ -653,7 +657,7 @@ def _fail_writes(writes: Iterable[_Write], error: Exception) -> None:
         write.future.set_exception(own)
 
 
-def _stopping_error() -> StoreUnavailableError:
+def _controller_stopping_error() -> StoreUnavailableError:
     return StoreUnavailableError(
         "the controller is stopping; the write may or may not have been committed", hint="try again"
     )

@@ -47,7 +47,7 @@ class Quarantine:
         self._rows.clear()
 
     @contextmanager
-    def isolate_errors(self, key: str) -> Iterator[None]:
+    def quarantine_row_on_error(self, key: str) -> Iterator[None]:
         """Quarantine `key` if the block raises; errors of the store and of leadership pass through, because
         they concern every row."""
         try:

@@ -40,7 +40,7 @@ from genie.tenancy.rate_limits import RateLimit
 
 REQUEST_UNITS_PER_S = 2000.0
 REQUEST_BURST_UNITS = 8000.0
-OWNER_RATE_FACTOR = 10.0
+OWNER_RATE_LIMIT_FACTOR = 10.0
 """By which the rate limit of an owner token is higher."""
 REQUESTS_IN_FLIGHT_MAX = 1024
 REQUEST_BYTES_IN_FLIGHT_MAX = 32 * 1024 * 1024
@@ -71,7 +71,7 @@ _REQUESTS_SERIALIZED_ACROSS_TOKENS: frozenset[type[Message]] = frozenset(
 )
 LIST_REQUESTS: frozenset[type[Message]] = _REQUESTS_SERIALIZED_ACROSS_TOKENS | {GetQueue, ExplainJob}
 """Requests whose replies are long or expensive."""
-_UNLIMITED_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
+_REQUESTS_UNLIMITED_FOR_OWNERS: frozenset[type[Message]] = frozenset((Hello, CancelJob, RevokeToken))
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class TokenUsage:
     list_requests_in_flight: int = 0
 
 
-class _Turn(Enum):
+class _SerializationGroup(Enum):
     """Requests of one kind wait for each other only."""
 
     OWNER = auto()
@@ -98,16 +98,16 @@ class RequestLimits:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._usage_by_token: OrderedDict[str, TokenUsage] = OrderedDict()
-        self._locks = {turn: asyncio.Lock() for turn in _Turn}
+        self._lock_by_serialization_group = {turn: asyncio.Lock() for turn in _SerializationGroup}
 
-    def get_usage(self, identity: Identity) -> TokenUsage | None:
+    def get_token_usage(self, identity: Identity) -> TokenUsage | None:
         """The usage of this token; None for a node or controller, whose requests are not limited."""
         if identity.kind in (TokenKind.NODE, TokenKind.SERVER):
             return None
         found = self._usage_by_token.get(identity.token_id)
         if found is None:
             is_owner = identity.kind is TokenKind.OWNER
-            factor = OWNER_RATE_FACTOR if is_owner else 1.0
+            factor = OWNER_RATE_LIMIT_FACTOR if is_owner else 1.0
             rate = RateLimit(
                 units_per_s=REQUEST_UNITS_PER_S * factor,
                 burst_units=REQUEST_BURST_UNITS * factor,
@@ -119,13 +119,15 @@ class RequestLimits:
         self._usage_by_token.move_to_end(identity.token_id)
         return found
 
-    def charge(self, usage: TokenUsage, request: Message, *, size_bytes: int = 0) -> None:
+    def check_and_charge_request(self, usage: TokenUsage, request: Message, *, size_bytes: int = 0) -> None:
         """Raise OverloadedError if the token has sent too many requests. `size_bytes`: of this one."""
         kind = request.__class__
-        if usage.is_owner and kind in _UNLIMITED_FOR_OWNERS:
+        if usage.is_owner and kind in _REQUESTS_UNLIMITED_FOR_OWNERS:
             return
         retry_s = usage.rate_limit.take_units_or_get_wait_s(
-            _cost_units(request), now_s=self._clock.monotonic_s(), units_if_rejected=_REJECTION_COST_UNITS
+            _request_cost_units(request),
+            now_s=self._clock.monotonic_s(),
+            units_if_rejected=_REJECTION_COST_UNITS,
         )
         if retry_s:
             raise OverloadedError(
@@ -154,7 +156,7 @@ class RequestLimits:
                 retry_after_s=_OVERLOAD_RETRY_AFTER_S,
             )
 
-    async def await_counted_in_flight(
+    async def await_reply_counted_in_flight(
         self, usage: TokenUsage, reply: Awaitable[Message], *, size_bytes: int = 0
     ) -> Message:
         """Await the reply to a request that was charged, and count it as in flight until then."""
@@ -174,7 +176,7 @@ class RequestLimits:
         try:
             if request.__class__ not in _REQUESTS_SERIALIZED_ACROSS_TOKENS:
                 return await handle()
-            async with self._locks[_turn_of(usage, request)]:
+            async with self._lock_by_serialization_group[_serialization_group_of(usage, request)]:
                 reply = await handle()
                 await asyncio.sleep(0)
                 return reply
@@ -182,13 +184,13 @@ class RequestLimits:
             usage.list_requests_in_flight -= 1
 
 
-def _turn_of(usage: TokenUsage, request: Message) -> _Turn:
+def _serialization_group_of(usage: TokenUsage, request: Message) -> _SerializationGroup:
     if usage.is_owner:
-        return _Turn.OWNER
-    return _Turn.STATUS if isinstance(request, GetStatus) else _Turn.LIST
+        return _SerializationGroup.OWNER
+    return _SerializationGroup.STATUS if isinstance(request, GetStatus) else _SerializationGroup.LIST
 
 
-def _cost_units(request: Message) -> float:
+def _request_cost_units(request: Message) -> float:
     cost = _REQUEST_COST_UNITS.get(request.__class__)
     if cost is not None:
         return cost

@@ -15,7 +15,7 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-COMPACTION_MARK_KEY = "compacted"
+POST_COMPACTION_WRITE_KEY = "compacted"
 _MEASURE_INTERVAL_S = 10.0
 _COMPACTION_INTERVAL_S = 60.0
 _UNMEASURED_STORE_SHARE_MAX = 0.02
@@ -35,13 +35,13 @@ class StoreMonitor:
         self._clock = clock
         self._next_measurement_s = 0.0
         self._next_compaction_s = 0.0
-        self._alarm = ""
-        self._is_full_logged = False
+        self._space_alarm = ""
+        self._is_full_store_logged = False
 
     def alarms(self) -> list[str]:
-        return [self._alarm] if self._alarm else []
+        return [self._space_alarm] if self._space_alarm else []
 
-    async def measure_if_due(self) -> None:
+    async def measure_and_compact_if_due(self) -> None:
         """Measure and compact if it is time to."""
         now_s, space = self._clock.monotonic_s(), self._job_space
         has_written = (
@@ -59,9 +59,9 @@ class StoreMonitor:
         except StoreError as error:
             _log.warning("could not compact the store: %s", error)
             return
-        if self._is_full_logged:
+        if self._is_full_store_logged:
             return
-        self._is_full_logged = True
+        self._is_full_store_logged = True
         _log.warning(
             "the store is full; its history was compacted, which may not be enough: see 'Store full' in "
             "docs/USER_GUIDE.md"
@@ -83,21 +83,21 @@ class StoreMonitor:
                 await self._store.compact(found.revision - kept)
             if self._job_space.is_space_low:
                 # etcd counts the pages that a compaction freed as used until the next change.
-                await self._commit_to_store([], [Put(COMPACTION_MARK_KEY, b"")])
-        self._is_full_logged = False
-        self._set_alarm()
+                await self._commit_to_store([], [Put(POST_COMPACTION_WRITE_KEY, b"")])
+        self._is_full_store_logged = False
+        self._update_space_alarm()
 
-    def _set_alarm(self) -> None:
-        space, had_alarm = self._job_space, bool(self._alarm)
-        self._alarm = ""
+    def _update_space_alarm(self) -> None:
+        space, had_alarm = self._job_space, bool(self._space_alarm)
+        self._space_alarm = ""
         if space.is_fragmented:
-            self._alarm = "the store must be defragmented: see 'Store full' in docs/USER_GUIDE.md"
+            self._space_alarm = "the store must be defragmented: see 'Store full' in docs/USER_GUIDE.md"
         elif space.is_space_low:
-            self._alarm = (
+            self._space_alarm = (
                 f"the store uses {space.used_bytes / _MIB:.0f} of {space.store_bytes_max / _MIB:.0f} MiB; "
                 f"above {SUBMISSION_STORE_SHARE_MAX:.0%} no job can be submitted"
             )
-        if self._alarm and not had_alarm:
-            _log.warning("store alarm: %s", self._alarm)
-        elif had_alarm and not self._alarm:
+        if self._space_alarm and not had_alarm:
+            _log.warning("store alarm: %s", self._space_alarm)
+        elif had_alarm and not self._space_alarm:
             _log.info("the store uses less than %.0f%% of its space again", 100 * ALARM_STORE_SHARE_MIN)

@@ -16,9 +16,9 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, Transaction
-from genie.controller.server_handover import public_key_of_token
+from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
-from genie.controller.store.open import LOCAL_ETCD
+from genie.controller.store.open import LOCAL_ETCD_STORE
 from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
 from genie.model.failover import TOKEN_READ_TIMEOUT_S
 from genie.model.names import validate_name
@@ -42,20 +42,20 @@ _log = logging.getLogger(__name__)
 NON_NODE_TOKENS_MAX = 2000
 """Owner tokens, user tokens and unused join tokens."""
 NODE_TOKENS_MAX = 20_000
-_CACHED_RECORDS_MAX = 1024
-_CACHED_RECORD_TTL_S = 5.0
-_STALE_RECORD_S_MAX = 60.0
+_CACHED_TOKEN_RECORDS_MAX = 1024
+_CACHED_TOKEN_RECORD_TTL_S = 5.0
+_STALE_RECORD_ACCEPTED_S_MAX = 60.0
 """How long a cached token is accepted while the store does not respond: it may have been revoked since."""
 _REVOKED_TOKEN_RETENTION_S = 86400.0
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
-_SERVER_TOKEN_TTL_S = 900.0
-_SINGLE_USE_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
+_SERVER_JOIN_TOKEN_TTL_S = 900.0
+_SINGLE_USE_TOKEN_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
 
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
 
-class Tokens:
+class TokenRegistry:
     """`pin` becomes part of every token of this cluster."""
 
     def __init__(
@@ -73,18 +73,20 @@ class Tokens:
         self._config = config
         self._clock = clock
         self._random_bytes = random_bytes
-        self._pin = pin
-        self._record_cache: OrderedDict[str, tuple[TokenRecord | None, float]] = OrderedDict()
+        self._ca_pin = pin
+        self._record_and_read_time_by_token_id: OrderedDict[str, tuple[TokenRecord | None, float]] = (
+            OrderedDict()
+        )
         self._token_index = TokenIndex()
-        ledger.tokens.add_index(self._token_index.update)
-        ledger.add_load_listener(lambda: self._token_index.rebuild(ledger.tokens.values()))
+        ledger.tokens.add_reversible_index(self._token_index.update)
+        ledger.add_after_load_listener(lambda: self._token_index.rebuild(ledger.tokens.values()))
 
-    async def identify(self, text: str) -> Identity:
+    async def authenticate_token(self, text: str) -> Identity:
         """Return the identity behind a token; raise TokenRefusedError if it is not valid."""
         token = parse_token(text)
-        return verify_token(token, await self._find_record(token.token_id), now=self._clock.wall_s())
+        return verify_token(token, await self._find_token_record(token.token_id), now=self._clock.wall_s())
 
-    def check_still_valid(self, identity: Identity) -> None:
+    def check_token_still_valid(self, identity: Identity) -> None:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
@@ -101,7 +103,9 @@ class Tokens:
             raise UsageError("node tokens are created when a node joins", hint="create a join token instead")
         if kind is TokenKind.SERVER:
             raise UsageError("controllers have no tokens", hint="they authenticate by their certificate")
-        if kind is TokenKind.SERVER_JOIN and (self._config.store != LOCAL_ETCD or self._pin == NO_PIN):
+        if kind is TokenKind.SERVER_JOIN and (
+            self._config.store != LOCAL_ETCD_STORE or self._ca_pin == NO_PIN
+        ):
             raise UsageError(
                 f"no server can join this cluster: its store is {self._config.store.partition(':')[0]}",
                 hint="start the first server with 'genie up --store etcd'; with an external etcd, start "
@@ -110,14 +114,14 @@ class Tokens:
         tenant = validate_name(tenant or DEFAULT_TENANT, what="tenant")
         if name:
             validate_name(name, what="token name")
-        ttl_s = self._effective_ttl_s(kind, ttl_s)
+        ttl_s = self._token_ttl_s_or_default(kind, ttl_s)
 
         def build(txn: Transaction) -> tuple[Token, TokenRecord]:
-            return self.stage_token(txn, kind, tenant=tenant, name=name, ttl_s=ttl_s)
+            return self.create_token_in_transaction(txn, kind, tenant=tenant, name=name, ttl_s=ttl_s)
 
         return await self._ledger.write(build)
 
-    def stage_token(
+    def create_token_in_transaction(
         self,
         txn: Transaction,
         kind: TokenKind,
@@ -127,7 +131,7 @@ class Tokens:
         ttl_s: float | None = None,
     ) -> tuple[Token, TokenRecord]:
         """Create a token as part of a transaction."""
-        if kind is not TokenKind.NODE and self._token_index.count_towards_limit >= NON_NODE_TOKENS_MAX:
+        if kind is not TokenKind.NODE and self._token_index.token_count_towards_limit >= NON_NODE_TOKENS_MAX:
             raise UsageError(
                 f"the maximum of {NON_NODE_TOKENS_MAX} tokens is reached", hint="revoke some first"
             )
@@ -138,7 +142,7 @@ class Tokens:
         token = self._new_token(kind)
         record = new_token_record(token, now=self._clock.wall_s(), tenant=tenant, name=name, ttl_s=ttl_s)
         if kind is TokenKind.SERVER_JOIN:
-            record = msgspec.structs.replace(record, public_key=public_key_of_token(token))
+            record = msgspec.structs.replace(record, public_key=public_key_of_server_token(token))
         txn.put(self._ledger.tokens, record.token_id, record)
         return token, record
 
@@ -146,7 +150,7 @@ class Tokens:
         """Whether a node has a token that is not revoked."""
         return node_id in self._token_index.token_ids_by_node
 
-    def tokens_of_node(self, node_id: str) -> list[TokenRecord]:
+    def unrevoked_tokens_of_node(self, node_id: str) -> list[TokenRecord]:
         """The tokens of a node that are not revoked."""
         return [
             self._ledger.tokens[token_id]
@@ -174,7 +178,7 @@ class Tokens:
 
         await self._ledger.write(build)
 
-    def records_after(self, token_id: str) -> Iterator[TokenRecord]:
+    def token_records_after(self, token_id: str) -> Iterator[TokenRecord]:
         """The tokens with greater IDs, by ID, without the hashes of their secrets."""
         tokens = self._ledger.tokens
         for each in sorted(other for other in tokens if other > token_id):
@@ -183,11 +187,11 @@ class Tokens:
     async def ensure_owner_token(self, state_dir: Path) -> None:
         """Make sure that the state directory has a valid owner token: keep the existing one or create one."""
         path = state_dir / OWNER_TOKEN_FILE
-        token = self._read_owner_token(path)
-        if token is not None and token.pin == self._pin:
+        token = self._try_read_valid_owner_token(path)
+        if token is not None and token.pin == self._ca_pin:
             return
         if token is not None:
-            token = Token(token.kind, token.token_id, token.secret, self._pin)
+            token = Token(token.kind, token.token_id, token.secret, self._ca_pin)
             files.write_private(path, str(token).encode())
             return
         # Write the file first: after a crash in between, the token is unknown and replaced.
@@ -205,7 +209,10 @@ class Tokens:
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
-            if (row.kind in _SINGLE_USE_KINDS and min(row.used_at or now, row.expires_at or now) < join_limit)
+            if (
+                row.kind in _SINGLE_USE_TOKEN_KINDS
+                and min(row.used_at or now, row.expires_at or now) < join_limit
+            )
             or (row.revoked_at is not None and row.revoked_at < limit)
         ][:100]
         if not old:
@@ -217,31 +224,35 @@ class Tokens:
 
         await self._ledger.write(build)
 
-    async def _find_record(self, token_id: str) -> TokenRecord | None:
+    async def _find_token_record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
         now_s = self._clock.monotonic_s()
-        cached = self._record_cache.get(token_id)
-        if cached is not None and now_s - cached[1] < _CACHED_RECORD_TTL_S:
+        cached = self._record_and_read_time_by_token_id.get(token_id)
+        if cached is not None and now_s - cached[1] < _CACHED_TOKEN_RECORD_TTL_S:
             return cached[0]
         try:
             found = await self._store.get(
                 self._ledger.tokens.prefix + token_id, timeout_s=TOKEN_READ_TIMEOUT_S
             )
         except StoreError:
-            if cached is not None and cached[0] is not None and now_s - cached[1] < _STALE_RECORD_S_MAX:
+            if (
+                cached is not None
+                and cached[0] is not None
+                and now_s - cached[1] < _STALE_RECORD_ACCEPTED_S_MAX
+            ):
                 return cached[0]
             raise
         record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
-        self._record_cache[token_id] = (record, now_s)
-        self._record_cache.move_to_end(token_id)
-        while len(self._record_cache) > _CACHED_RECORDS_MAX:
-            self._record_cache.popitem(last=False)
+        self._record_and_read_time_by_token_id[token_id] = (record, now_s)
+        self._record_and_read_time_by_token_id.move_to_end(token_id)
+        while len(self._record_and_read_time_by_token_id) > _CACHED_TOKEN_RECORDS_MAX:
+            self._record_and_read_time_by_token_id.popitem(last=False)
         return record
 
-    def _read_owner_token(self, path: Path) -> Token | None:
+    def _try_read_valid_owner_token(self, path: Path) -> Token | None:
         try:
             token = parse_token(files.read_small_file(path))
             identity = verify_token(token, self._ledger.tokens.get(token.token_id), now=self._clock.wall_s())
@@ -251,12 +262,12 @@ class Tokens:
 
     def _new_token(self, kind: TokenKind) -> Token:
         token_id = self._random_bytes(6).hex()
-        return new_token(kind, token_id=token_id, secret=self._random_bytes(SECRET_BYTES), pin=self._pin)
+        return new_token(kind, token_id=token_id, secret=self._random_bytes(SECRET_BYTES), pin=self._ca_pin)
 
-    def _effective_ttl_s(self, kind: TokenKind, ttl_s: float | None) -> float | None:
-        is_single_use = kind in _SINGLE_USE_KINDS
+    def _token_ttl_s_or_default(self, kind: TokenKind, ttl_s: float | None) -> float | None:
+        is_single_use = kind in _SINGLE_USE_TOKEN_KINDS
         if ttl_s is None:
-            default_s = min(self._config.join_token_s, _SERVER_TOKEN_TTL_S)
+            default_s = min(self._config.join_token_s, _SERVER_JOIN_TOKEN_TTL_S)
             if kind is TokenKind.SERVER_JOIN:
                 return default_s
             return self._config.join_token_s if is_single_use else None
@@ -270,18 +281,18 @@ class TokenIndex:
     """What builds of tokens read, so that creating one takes constant time. Reversible."""
 
     def __init__(self) -> None:
-        self.count_towards_limit = 0
+        self.token_count_towards_limit = 0
         """Tokens that count towards NON_NODE_TOKENS_MAX."""
         self.token_ids_by_node: dict[str, set[str]] = {}
         """By node: the IDs of its tokens that are not revoked."""
 
     def rebuild(self, rows: Iterable[TokenRecord]) -> None:
-        self.count_towards_limit, self.token_ids_by_node = 0, {}
+        self.token_count_towards_limit, self.token_ids_by_node = 0, {}
         for row in rows:
             self.update(row.token_id, None, row)
 
     def update(self, token_id: str, before: TokenRecord | None, after: TokenRecord | None) -> None:
-        self.count_towards_limit += _counts_towards_limit(after) - _counts_towards_limit(before)
+        self.token_count_towards_limit += _counts_towards_limit(after) - _counts_towards_limit(before)
         if before is not None and _is_unrevoked_node_token(before):
             ids = self.token_ids_by_node[before.name]
             ids.discard(token_id)

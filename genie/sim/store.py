@@ -28,7 +28,7 @@ from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
     check_after_revision,
     check_range_limit,
-    check_transaction,
+    check_transaction_and_get_size_bytes,
     check_ttl,
     encode_key,
     key_range,
@@ -83,7 +83,7 @@ class MemoryStore:
 
     def extend_leases(self, *, by_s: float) -> None:
         """Restart every lease with its lifetime and `by_s`, as a new leader of etcd does."""
-        self._memory.lease_timers.extend_all(by_s=by_s)
+        self._memory.lease_timers.extend_all_timers(by_s=by_s)
 
     def add_commit_listener(self, listener: Callable[[Sequence[Put | Delete]], None]) -> None:
         """Register a callback for every transaction of any client, called when it takes effect."""
@@ -118,7 +118,7 @@ class MemoryStore:
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
-        check_transaction(compares, operations)
+        check_transaction_and_get_size_bytes(compares, operations)
         await self._simulate_latency(timeout_s=timeout_s)
         result = self._memory.commit(compares, operations)
         await self._simulate_latency(0.0)
@@ -136,12 +136,12 @@ class MemoryStore:
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency(timeout_s=timeout_s)
-        self._memory.lease_timers.renew(lease_id)
+        self._memory.lease_timers.renew_timer(lease_id)
         await self._simulate_latency(0.0)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency(timeout_s=timeout_s)
-        self._memory.lease_timers.stop(lease_id)
+        self._memory.lease_timers.stop_timer(lease_id)
         self._memory.delete_keys_of_lease(lease_id)
         await self._simulate_latency(0.0)
 
@@ -282,9 +282,9 @@ class _SharedMemory:
     def grant_lease(self, ttl_s: float) -> int:
         if self._used_bytes >= self._bytes_max:
             raise StoreFullError("the memory store is full; no lease was granted")
-        self.lease_timers.check_lease_count()
+        self.lease_timers.check_lease_limit()
         self._last_lease_id += 1
-        self.lease_timers.start(self._last_lease_id, ttl_s=ttl_s)
+        self.lease_timers.start_timer(self._last_lease_id, ttl_s=ttl_s)
         return self._last_lease_id
 
     def delete_keys_of_lease(self, lease_id: int) -> None:

@@ -22,16 +22,16 @@ from genie.supervisor import process_records
 
 _log = logging.getLogger(__name__)
 
-LOG_BYTES_MAX = 8 * 1024**2
-BACKOFF_S_MAX = 5.0
+CHILD_LOG_BYTES_MAX = 8 * 1024**2
+RESTART_BACKOFF_S_MAX = 5.0
 CRASH_WINDOW_S = 60.0
-_CRASH_TIMES_KEPT = 8
-_BACKOFF_S_MIN = 0.2
-_POLL_S = 0.1
+_CRASH_TIMES_MAX = 8
+_RESTART_BACKOFF_S_MIN = 0.2
+_EXIT_POLL_S = 0.1
 _ERROR_PREFIX, _HINT_PREFIX = "error: ", "hint: "
 
 
-def python_command(module: str) -> list[str]:
+def python_module_command(module: str) -> list[str]:
     """The command of a Genie program that runs with this interpreter."""
     # -P: import nothing from the current directory.
     return [sys.executable, "-P", "-m", module]
@@ -41,7 +41,7 @@ def restart_backoff_s(crashes: Sequence[float], *, now: float) -> float:
     """Backoff before the next start, given the times of earlier crashes: doubles with every crash within
     CRASH_WINDOW_S. The limit is low: the cause, such as a full disk, may be gone at any time."""
     recent = sum(now - at < CRASH_WINDOW_S for at in crashes)
-    return float(min(_BACKOFF_S_MIN * 2 ** max(recent - 1, 0), BACKOFF_S_MAX))
+    return float(min(_RESTART_BACKOFF_S_MIN * 2 ** max(recent - 1, 0), RESTART_BACKOFF_S_MAX))
 
 
 class Child:
@@ -51,11 +51,11 @@ class Child:
         self.name = name
         self._command = list(command)
         self._state_dir = state_dir
-        self._arguments: list[str] = []
+        self._start_arguments: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._process_record: process_records.ProcessRecord | None = None
-        self._is_record_written = False
-        self._crash_times_s: deque[float] = deque(maxlen=_CRASH_TIMES_KEPT)
+        self._is_process_record_written = False
+        self._crash_times_s: deque[float] = deque(maxlen=_CRASH_TIMES_MAX)
         self._log_offset_at_start = 0
         self._node_id = ""
 
@@ -72,7 +72,7 @@ class Child:
 
         `node_id` is written to the process record of an agent.
         """
-        self._arguments, self._node_id = list(arguments), node_id
+        self._start_arguments, self._node_id = list(arguments), node_id
         files.make_private_directory(self.log_path.parent)
         rotate_log_if_large(self.log_path)
         with self.log_path.open("ab") as log:
@@ -85,19 +85,21 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._process_record = process_records.make_record(self.name, self._process.pid, node_id=node_id)
-        self._is_record_written = False
-        if not self._try_write_record():
+        self._process_record = process_records.make_process_record(
+            self.name, self._process.pid, node_id=node_id
+        )
+        self._is_process_record_written = False
+        if not self._try_write_process_record():
             _log.warning("could not write the record of the %s; trying again until it is written", self.name)
 
-    def _try_write_record(self) -> bool:
+    def _try_write_process_record(self) -> bool:
         """A process without a written record is running all the same: starting another would be wrong."""
-        if self._process_record is not None and not self._is_record_written:
+        if self._process_record is not None and not self._is_process_record_written:
             try:
                 self._process_record.write(self._state_dir)
             except StoreFullError:
                 return False
-        self._is_record_written = True
+        self._is_process_record_written = True
         return True
 
     def exit_code(self) -> int | None:
@@ -110,7 +112,7 @@ class Child:
             self.log_path, count=count, since_bytes=self._log_offset_at_start
         )
 
-    def check_alive(self) -> None:
+    def check_not_exited(self) -> None:
         """Raises LaunchError if it has ended, with its own error or the last lines of its log; ConfigError if
         its own error was an invalid setting."""
         code = self.exit_code()
@@ -118,7 +120,7 @@ class Child:
             return
         lines = self.last_log_lines()
         log_hint = f"see the log {self.log_path}"
-        if (found := _find_error_and_hint(lines)) is not None:
+        if (found := _find_error_and_hint_in_log(lines)) is not None:
             message, hint = found
             kind = ConfigError if code == ConfigError.exit_code else LaunchError
             raise kind(message, hint=hint or log_hint)
@@ -133,12 +135,14 @@ class Child:
                 _log.info("the %s was stopped by another process", self.name)
                 return
             if code is not None:
-                await self._restart(f"the {self.name} ended with {_format_exit_code(code)}", on_crash)
+                await self._restart_until_started(
+                    f"the {self.name} ended with {_format_exit_code(code)}", on_crash
+                )
             rotate_log_if_large(self.log_path)
-            self._try_write_record()
-            await asyncio.sleep(_POLL_S)
+            self._try_write_process_record()
+            await asyncio.sleep(_EXIT_POLL_S)
 
-    async def _restart(self, reason: str, on_crash: Callable[[str], None]) -> None:
+    async def _restart_until_started(self, reason: str, on_crash: Callable[[str], None]) -> None:
         """Retries until it starts: a full disk may have space later."""
         while reason:
             now = time.monotonic()
@@ -147,14 +151,14 @@ class Child:
             on_crash(f"{reason}; restarting in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
             try:
-                self.start(self._arguments, node_id=self._node_id)
+                self.start(self._start_arguments, node_id=self._node_id)
                 reason = ""
             except (OSError, GenieError) as error:
                 reason = f"could not start the {self.name}: {error}"
 
     def set_restart_arguments(self, arguments: Sequence[str]) -> None:
         """Replaces the arguments of later restarts."""
-        self._arguments = list(arguments)
+        self._start_arguments = list(arguments)
 
     async def stop(self, *, grace_s: float) -> None:
         """Ends it and removes its process record. Does nothing if it was never started."""
@@ -163,16 +167,16 @@ class Child:
         if self._process.poll() is None and self._process_record is not None:
             await process_records.end_process(self._process_record, grace_s=grace_s)
         self._process.wait()  # has ended: only reaps it
-        process_records.remove_record(self._state_dir, self.name)
+        process_records.remove_process_record(self._state_dir, self.name)
 
 
 def rotate_log_if_large(path: Path) -> None:
-    """Rotates the log at LOG_BYTES_MAX; keeps one earlier file.
+    """Rotates the log at CHILD_LOG_BYTES_MAX; keeps one earlier file.
 
     The child appends to the open file, so it is copied and truncated, not renamed.
     """
     try:
-        if path.stat().st_size <= LOG_BYTES_MAX:
+        if path.stat().st_size <= CHILD_LOG_BYTES_MAX:
             return
         shutil.copyfile(path, path.with_suffix(".log.1"))
         path.with_suffix(".log.1").chmod(0o600)
@@ -184,7 +188,7 @@ def rotate_log_if_large(path: Path) -> None:
         _log.warning("could not rotate the log %s: %s", path, error)
 
 
-def _find_error_and_hint(lines: Sequence[str]) -> tuple[str, str] | None:
+def _find_error_and_hint_in_log(lines: Sequence[str]) -> tuple[str, str] | None:
     """Returns the message and hint that a Genie program writes before it exits."""
     starts = [at for at, line in enumerate(lines) if line.startswith(_ERROR_PREFIX)]
     if not starts:

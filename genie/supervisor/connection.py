@@ -20,13 +20,13 @@ from genie.runtime.controller_connection import ControllerConnection, open_contr
 from genie.runtime.credentials import LocalCluster, find_access, find_address
 from genie.runtime.known_servers import store_known_servers
 from genie.runtime.network import Network
-from genie.supervisor.process_records import SUPERVISOR, read_record
+from genie.supervisor.process_records import SUPERVISOR, read_process_record
 from genie.supervisor.this_machine import add_local_cluster_hint
 
 _log = logging.getLogger(__name__)
 
-RESTART_WAIT_S_MAX = 10.0
-_RETRY_INTERVAL_S = 0.2
+CONTROLLER_RESTART_WAIT_S_MAX = 10.0
+_CONNECT_RETRY_INTERVAL_S = 0.2
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def open_connection(
     address only. Otherwise to any controller that this machine knows.
     """
     loop, state_dir = asyncio.get_running_loop(), settings.paths.state_dir
-    deadline_s = loop.time() + RESTART_WAIT_S_MAX
+    deadline_s = loop.time() + CONTROLLER_RESTART_WAIT_S_MAX
 
     async def connect(stack: AsyncExitStack) -> ControllerConnection:
         while True:
@@ -56,7 +56,7 @@ async def open_connection(
                         state_dir=state_dir,
                         network=network,
                         timeout_s=timeout_s,
-                        is_address_fixed=is_address_fixed or _is_address_argument(settings),
+                        is_address_fixed=is_address_fixed or _is_address_given_by_caller(settings),
                     )
                     return await stack.enter_async_context(
                         open_controller_connection(
@@ -66,17 +66,17 @@ async def open_connection(
             except NothingListensError:
                 if loop.time() >= deadline_s or not _is_supervised_controller(host, port, state_dir):
                     raise
-            await asyncio.sleep(_RETRY_INTERVAL_S)
+            await asyncio.sleep(_CONNECT_RETRY_INTERVAL_S)
 
     async with AsyncExitStack() as stack:
         connection = await connect(stack)
-        await remember_servers(connection, state_dir)
+        await store_controller_addresses(connection, state_dir)
         yield connection
 
 
 def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
     """Whether this is the address of the controller that a supervisor of this state directory restarts."""
-    if read_record(state_dir, SUPERVISOR) is None:
+    if read_process_record(state_dir, SUPERVISOR) is None:
         return False
     try:
         local = LocalCluster.read(state_dir)
@@ -87,7 +87,7 @@ def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
     return host == local.host or (is_loopback(host) and is_loopback(local.host))
 
 
-async def remember_servers(connection: ControllerConnection, state_dir: Path) -> None:
+async def store_controller_addresses(connection: ControllerConnection, state_dir: Path) -> None:
     """Stores the controllers that the cluster announced. A failure affects only later commands."""
     pin, servers = connection.access.token.pin, connection.announced_servers
     try:
@@ -96,7 +96,7 @@ async def remember_servers(connection: ControllerConnection, state_dir: Path) ->
         _log.info("could not store the addresses of the controllers: %s", error)
 
 
-def _is_address_argument(settings: Settings) -> bool:
+def _is_address_given_by_caller(settings: Settings) -> bool:
     """Whether the address was passed by the caller, not by the environment or the settings file."""
     source = settings.sources["cluster.master_addr"]
     return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))

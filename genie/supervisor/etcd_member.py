@@ -21,12 +21,12 @@ from genie.config import ControllerConfig, Settings
 from genie.controller.etcd.local_member import (
     LocalMember,
     ca_path,
-    certificate_paths,
-    data_directory,
-    member_directory,
+    etcd_certificate_and_key_paths,
+    etcd_data_directory,
+    etcd_member_directory,
 )
 from genie.controller.nodes.admission import Certificates, advertised_host
-from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD, SQLITE_FILE_NAME
+from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, SQLITE_FILE_NAME
 from genie.errors import (
     ConfigError,
     StoreAccessError,
@@ -43,22 +43,22 @@ from genie.supervisor import this_machine
 from genie.supervisor.child import Child
 
 ETCD = "etcd"
-DEFAULT_QUOTA_BYTES = 2 * 1024**3
-FREE_BYTES_MIN = 256 * 1024**2
-SLOW_FSYNC_S = 0.02
-_FSYNC_COUNT = 10
-_FSYNC_BYTES = 2048
-_VERSION_TIMEOUT_S = 10.0
-_POLL_S = 0.05
-_PROBE_TIMEOUT_S = 1.0
+DEFAULT_ETCD_QUOTA_BYTES = 2 * 1024**3
+ETCD_FREE_DISK_BYTES_MIN = 256 * 1024**2
+SLOW_FSYNC_WARNING_THRESHOLD_S = 0.02
+_FSYNC_PROBE_COUNT = 10
+_FSYNC_PROBE_BYTES = 2048
+_ETCD_VERSION_TIMEOUT_S = 10.0
+_ETCD_READY_POLL_S = 0.05
+_ETCD_READY_PROBE_TIMEOUT_S = 1.0
 _MIB = 1024 * 1024
 
 
 def uses_local_etcd(settings: Settings) -> bool:
-    return settings.controller.store == LOCAL_ETCD
+    return settings.controller.store == LOCAL_ETCD_STORE
 
 
-def with_local_member(settings: Settings) -> Settings:
+def with_settings_of_local_member(settings: Settings) -> Settings:
     """Fills in the store and the address of a machine that is already a server, where they are not set.
 
     Raises ConfigError if another store is set: a second store would split the cluster.
@@ -67,11 +67,11 @@ def with_local_member(settings: Settings) -> Settings:
     member = LocalMember.read(state_dir)
     if member is None:
         if uses_local_etcd(settings):
-            _check_no_other_store(state_dir)
+            _check_no_sqlite_store(state_dir)
         return settings
     if sources["controller.store"] == "default":
-        config = replace(config, store=LOCAL_ETCD)
-    if config.store != LOCAL_ETCD:
+        config = replace(config, store=LOCAL_ETCD_STORE)
+    if config.store != LOCAL_ETCD_STORE:
         raise ConfigError(
             f"controller.store is {config.store!r}, but {state_dir} has an etcd member of a cluster",
             hint="leave the store unset, or choose another GENIE_STATE_DIR",
@@ -83,7 +83,7 @@ def with_local_member(settings: Settings) -> Settings:
     return replace(settings, controller=config)
 
 
-def _check_no_other_store(state_dir: Path) -> None:
+def _check_no_sqlite_store(state_dir: Path) -> None:
     path = state_dir / CONTROLLER_DIRECTORY / SQLITE_FILE_NAME
     if path.exists():
         raise ConfigError(
@@ -109,7 +109,7 @@ def find_etcd_program() -> str:
         ) from error
     try:
         output = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+            [path, "--version"], capture_output=True, text=True, timeout=_ETCD_VERSION_TIMEOUT_S, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StoreVersionError(f"could not run {path} --version: {error}") from error
@@ -118,13 +118,13 @@ def find_etcd_program() -> str:
     return path
 
 
-def check_disk(directory: Path, *, quota_bytes: int, progress: Callable[[str], None]) -> None:
+def check_disk_for_etcd(directory: Path, *, quota_bytes: int, progress: Callable[[str], None]) -> None:
     """Raises StoreFullError if there is no space for etcd; reports a disk that is small or slow to sync."""
     free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < FREE_BYTES_MIN:
+    if free_bytes < ETCD_FREE_DISK_BYTES_MIN:
         raise StoreFullError(
             f"{directory} has {free_bytes / _MIB:.0f} MiB of free disk space; etcd needs at least "
-            f"{FREE_BYTES_MIN / _MIB:.0f} MiB",
+            f"{ETCD_FREE_DISK_BYTES_MIN / _MIB:.0f} MiB",
             hint="free some space, or set GENIE_STATE_DIR to a directory on another disk",
         )
     if free_bytes < quota_bytes:
@@ -133,10 +133,10 @@ def check_disk(directory: Path, *, quota_bytes: int, progress: Callable[[str], N
             f"{quota_bytes / _MIB:.0f} MiB that the store may use"
         )
     sync_s = measure_fsync_s(directory)
-    if sync_s > SLOW_FSYNC_S:
+    if sync_s > SLOW_FSYNC_WARNING_THRESHOLD_S:
         progress(
             f"warning: the disk of {directory} takes {sync_s * 1000:.0f} ms to sync a write; above "
-            f"{SLOW_FSYNC_S * 1000:.0f} ms, etcd may lose its leader under load"
+            f"{SLOW_FSYNC_WARNING_THRESHOLD_S * 1000:.0f} ms, etcd may lose its leader under load"
         )
 
 
@@ -146,9 +146,9 @@ def measure_fsync_s(directory: Path) -> float:
     durations_s = []
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     try:
-        for _ in range(_FSYNC_COUNT):
+        for _ in range(_FSYNC_PROBE_COUNT):
             began_s = time.monotonic()
-            os.write(descriptor, bytes(_FSYNC_BYTES))
+            os.write(descriptor, bytes(_FSYNC_PROBE_BYTES))
             os.fdatasync(descriptor)
             durations_s.append(time.monotonic() - began_s)
     finally:
@@ -161,7 +161,7 @@ def new_local_member(config: ControllerConfig, *, name: str) -> LocalMember:
     """The member that this machine would be. May block on a name lookup."""
     return LocalMember(
         name=name,
-        host=_find_member_host(config),
+        host=_find_ip_for_other_servers(config),
         client_port=config.etcd_client_port,
         peer_port=config.etcd_peer_port,
         bind=config.bind,
@@ -169,7 +169,7 @@ def new_local_member(config: ControllerConfig, *, name: str) -> LocalMember:
     )
 
 
-def _find_member_host(config: ControllerConfig) -> str:
+def _find_ip_for_other_servers(config: ControllerConfig) -> str:
     """The IP address for other servers: a certificate of the cluster's CA cannot contain a host name."""
     own = this_machine.list_own_addresses()
     if is_wildcard(config.bind) and not config.advertise and own:
@@ -184,13 +184,13 @@ def _find_member_host(config: ControllerConfig) -> str:
     return found[0]
 
 
-def write_certificate(config: ControllerConfig, member: LocalMember, *, state_dir: Path) -> None:
+def write_etcd_member_certificate(config: ControllerConfig, member: LocalMember, *, state_dir: Path) -> None:
     """Issues the certificate of the member, for every address that its connections may come from."""
     directory = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
     certificates = Certificates.open(directory, config, clock=SystemClock())
-    files.make_private_directory(member_directory(state_dir))
+    files.make_private_directory(etcd_member_directory(state_dir))
     addresses = {member.host, "127.0.0.1", "::1", *this_machine.list_own_addresses()}
-    certificate, key = certificate_paths(state_dir)
+    certificate, key = etcd_certificate_and_key_paths(state_dir)
     certificates.write_etcd_certificate(certificate, key, addresses=sorted(addresses))
 
 
@@ -203,10 +203,10 @@ def etcd_arguments(
     member: LocalMember, *, state_dir: Path, quota_bytes: int, initial_cluster: str, is_new_cluster: bool
 ) -> list[str]:
     """etcd ignores the initial cluster once it has data."""
-    certificate, key = certificate_paths(state_dir)
+    certificate, key = etcd_certificate_and_key_paths(state_dir)
     ca = ca_path(state_dir)
     return [
-        *("--name", member.name, "--data-dir", str(data_directory(state_dir))),
+        *("--name", member.name, "--data-dir", str(etcd_data_directory(state_dir))),
         *("--listen-client-urls", f"https://{address_text(member.bind, member.client_port)}"),
         *("--advertise-client-urls", member.client_url),
         *("--listen-peer-urls", f"https://{address_text(member.bind, member.peer_port)}"),
@@ -236,21 +236,23 @@ class EtcdMemberProcess:
         self._progress = progress
         # With an empty environment: etcd rejects ETCD_* variables that repeat its arguments, and would use a
         # proxy. HOME identifies the process in `ps e`.
-        command = ["env", "-i", f"HOME={member_directory(state_dir)}"]
+        command = ["env", "-i", f"HOME={etcd_member_directory(state_dir)}"]
         self.child = Child(ETCD, command=command, state_dir=state_dir)
 
     @property
     def quota_bytes(self) -> int:
-        return self._config.store_bytes_max or DEFAULT_QUOTA_BYTES
+        return self._config.store_bytes_max or DEFAULT_ETCD_QUOTA_BYTES
 
     async def start(
         self, member: LocalMember, *, initial_cluster: str = "", is_new_cluster: bool = True
     ) -> None:
         """Checks program, disk and ports, issues the certificate and starts etcd. An empty `initial_cluster`
         is a cluster of this member only."""
-        program = await asyncio.to_thread(self._prepare, member)
+        program = await asyncio.to_thread(self._check_and_find_etcd_program, member)
         # The certificate is written at every start, because addresses of this machine may have changed.
-        await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
+        await asyncio.to_thread(
+            write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
+        )
         self._progress(f"starting etcd member {member.name} on {member.endpoint}")
         arguments = etcd_arguments(
             member,
@@ -260,17 +262,17 @@ class EtcdMemberProcess:
             is_new_cluster=is_new_cluster,
         )
         self.child.start([program, *arguments])
-        await self._wait_answering(member)
+        await self._wait_until_member_responds(member)
 
-    async def check(self, member: LocalMember) -> None:
+    async def check_can_start(self, member: LocalMember) -> None:
         """Checks program, disk and ports without starting anything."""
-        await asyncio.to_thread(self._prepare, member)
+        await asyncio.to_thread(self._check_and_find_etcd_program, member)
 
-    def _prepare(self, member: LocalMember) -> str:
+    def _check_and_find_etcd_program(self, member: LocalMember) -> str:
         """Returns the path of etcd."""
         program = find_etcd_program()
-        directory = files.make_private_directory(data_directory(self._state_dir))
-        check_disk(directory, quota_bytes=self.quota_bytes, progress=self._progress)
+        directory = files.make_private_directory(etcd_data_directory(self._state_dir))
+        check_disk_for_etcd(directory, quota_bytes=self.quota_bytes, progress=self._progress)
         for port, variable in (
             (member.client_port, "GENIE_CONTROLLER_ETCD_CLIENT_PORT"),
             (member.peer_port, "GENIE_CONTROLLER_ETCD_PEER_PORT"),
@@ -279,19 +281,19 @@ class EtcdMemberProcess:
             this_machine.check_port_free(member.bind, port, hint=f"{hint}, or set {variable}")
         return program
 
-    async def _wait_answering(self, member: LocalMember) -> None:
+    async def _wait_until_member_responds(self, member: LocalMember) -> None:
         """A member without a majority answers, too."""
         from genie.controller.store.etcd_channels import EtcdChannels
 
         loop = asyncio.get_running_loop()
         address = replace(member, endpoints=()).address(self._state_dir)
         while True:
-            self.child.check_alive()
+            self.child.check_not_exited()
             channels = EtcdChannels(address, clock=SystemClock())
             try:
-                await channels.get_ready_member(loop.time() + _PROBE_TIMEOUT_S)
+                await channels.get_ready_member(loop.time() + _ETCD_READY_PROBE_TIMEOUT_S)
                 return
             except (StoreUnavailableError, StoreAccessError):
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_ETCD_READY_POLL_S)
             finally:
                 await channels.close()

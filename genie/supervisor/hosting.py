@@ -25,8 +25,8 @@ from genie.tenancy.access import parse_token
 
 _log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 2.0
-_LOOPBACK = "127.0.0.1"
+_LISTENER_PROBE_TIMEOUT_S = 2.0
+_LOOPBACK_ADDRESS = "127.0.0.1"
 JOIN_TOKEN_COMMAND = "(umask 077; genie token create --join > join.token)"
 
 
@@ -36,7 +36,7 @@ def with_node_id_of_agent(settings: Settings) -> Settings:
     return replace(settings, cluster=replace(settings.cluster, node_id=node_id))
 
 
-async def host_cluster(
+async def start_or_find_cluster(
     settings: Settings, stack: AsyncExitStack, *, timeout_s: float
 ) -> tuple[Settings, bool]:
     """Starts a cluster for a server unless one is running. Returns the settings that connect to the cluster,
@@ -45,7 +45,9 @@ async def host_cluster(
     `stack` ends the children with the session.
     """
     config = settings.cluster
-    host, port = parse_endpoint(config.master_addr or _LOOPBACK, what="master_addr", port=config.master_port)
+    host, port = parse_endpoint(
+        config.master_addr or _LOOPBACK_ADDRESS, what="master_addr", port=config.master_port
+    )
     bind = await asyncio.to_thread(_find_bind_address, host)
     if bind is None:
         own = ", ".join(await asyncio.to_thread(this_machine.list_own_addresses)) or "none found"
@@ -67,8 +69,8 @@ async def host_cluster(
     assert supervisor.cluster is not None
     is_served = controller.bind == bind or (is_wildcard(controller.bind) and not is_loopback(host))
     named = host if is_served else advertised_host(controller)
-    _print_guide(format_connection_guide(named, supervisor.cluster.port, is_bind_set=is_bind_set))
-    return _with_cluster_address(settings, supervisor.cluster), True
+    _print_connection_guide(format_connection_guide(named, supervisor.cluster.port, is_bind_set=is_bind_set))
+    return _with_access_to_cluster(settings, supervisor.cluster), True
 
 
 def format_connection_guide(host: str, port: int, *, is_bind_set: bool = False) -> list[str]:
@@ -95,7 +97,7 @@ def format_connection_guide(host: str, port: int, *, is_bind_set: bool = False) 
     ]
 
 
-def _print_guide(lines: list[str]) -> None:
+def _print_connection_guide(lines: list[str]) -> None:
     """Prints to standard error: a program may hide INFO messages of the log."""
     if sys.stderr is None:  # closed: print() would write to standard output
         return
@@ -106,26 +108,26 @@ def _print_guide(lines: list[str]) -> None:
 def _find_bind_address(host: str) -> str | None:
     """The IP address to listen on; None if `host` is another machine. May block on a name lookup."""
     if host.lower() == "localhost":
-        return _LOOPBACK
+        return _LOOPBACK_ADDRESS
     if is_loopback(host):
         return this_machine.normalize_ip(host)
     if not this_machine.is_own_address(host):
         return None
     addresses = this_machine.resolve_host(host)
     if any(is_wildcard(address) for address in addresses):  # '0' and '::0', too
-        raise _server_unreachable_error(
+        raise _unusable_master_addr_error(
             f"master_addr = {host!r} is not an address that other machines can connect to"
         )
     reachable = this_machine.list_own_addresses(addresses)
     if not reachable:
-        raise _server_unreachable_error(
+        raise _unusable_master_addr_error(
             f"master_addr = {host!r} resolves to {', '.join(addresses)} here: "
             "none of them is reachable from other machines"
         )
     return reachable[0]
 
 
-def _server_unreachable_error(message: str) -> ConfigError:
+def _unusable_master_addr_error(message: str) -> ConfigError:
     own = ", ".join(this_machine.list_own_addresses()) or "none found"
     return ConfigError(
         message, hint=f"pass an address of this machine ({own}), or localhost for this machine only"
@@ -142,7 +144,7 @@ async def start_worker_agent(
     state_dir = settings.paths.state_dir
     running = local_cluster.find_running_cluster(state_dir)
     if running is not None and local_cluster.AGENT in running.pids:
-        local_cluster.check_agent_cluster(running, access, state_dir=state_dir)
+        local_cluster.check_agent_is_of_cluster(running, access, state_dir=state_dir)
         _log.info("this machine has already joined the cluster: %s", running)
         return
     await stack.enter_async_context(
@@ -168,7 +170,7 @@ def split_join_token(settings: Settings) -> tuple[Settings, str | None]:
     return replace(settings, cluster=config), token
 
 
-def _with_cluster_address(settings: Settings, cluster: LocalCluster) -> Settings:
+def _with_access_to_cluster(settings: Settings, cluster: LocalCluster) -> Settings:
     owner = local_cluster.make_owner_access(settings.paths.state_dir, cluster)
     config = replace(
         settings.cluster,
@@ -203,7 +205,7 @@ def _check_token_for_listener(settings: Settings, host: str, port: int) -> None:
 
 async def _is_listening(host: str, port: int) -> bool:
     try:
-        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+        async with asyncio.timeout(_LISTENER_PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
     except OSError:  # includes TimeoutError
         return False

@@ -27,7 +27,7 @@ from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
 from genie.controller.placement.placers import why_scheduler_not_compiled
-from genie.controller.store.open import LOCAL_ETCD
+from genie.controller.store.open import LOCAL_ETCD_STORE
 from genie.errors import (
     AgentRunningError,
     ConfigError,
@@ -48,16 +48,16 @@ from genie.runtime.controller_connection import ControllerConnection, fetch_node
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
 from genie.runtime.network import TcpNetwork
 from genie.supervisor import process_records, this_machine
-from genie.supervisor.child import Child, python_command
+from genie.supervisor.child import Child, python_module_command
 from genie.supervisor.connection import open_connection
 from genie.supervisor.etcd_member import (
     ETCD,
     EtcdMemberProcess,
     new_local_member,
     uses_local_etcd,
-    with_local_member,
+    with_settings_of_local_member,
 )
-from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_token
+from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_join_token
 from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
@@ -65,17 +65,17 @@ _log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 SERVER_JOIN_TIMEOUT_S = 180.0
 SERVER_START_TIMEOUT_S = 300.0
-_POLL_S = 0.02
-_NODE_POLL_S_MAX = 0.5
-_CONNECT_TIMEOUT_S = 10.0
-_CALL_TIMEOUT_S = 20.0
-_CONTROLLER_GRACE_S = 10.0
-_ETCD_GRACE_S = 10.0
-_AGENT_GRACE_MARGIN_S = 5.0
+_START_POLL_S = 0.02
+_NODE_LIST_POLL_S_MAX = 0.5
+_CONTROLLER_CONNECT_TIMEOUT_S = 10.0
+_CONTROLLER_CALL_TIMEOUT_S = 20.0
+_CONTROLLER_STOP_GRACE_S = 10.0
+_ETCD_STOP_GRACE_S = 10.0
+_AGENT_STOP_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
-_LOCK_FILE = "up.lock"
-_PORT_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
+_SUPERVISOR_LOCK_FILE = "up.lock"
+_PORT_IN_USE_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
 CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
@@ -109,13 +109,13 @@ class Supervisor:
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
         self._controller = Child(
-            CONTROLLER, command=python_command("genie.controller"), state_dir=self._state_dir
+            CONTROLLER, command=python_module_command("genie.controller"), state_dir=self._state_dir
         )
-        self._agent = Child(AGENT, command=python_command("genie.agent"), state_dir=self._state_dir)
+        self._agent = Child(AGENT, command=python_module_command("genie.agent"), state_dir=self._state_dir)
         self._etcd = EtcdMemberProcess(
             settings.controller, state_dir=self._state_dir, progress=self._progress
         )
-        self._watch_tasks: list[asyncio.Task[None]] = []
+        self._restart_tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
@@ -132,7 +132,7 @@ class Supervisor:
 
     async def wait(self) -> None:
         """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
-        await asyncio.gather(*(asyncio.shield(task) for task in self._watch_tasks))
+        await asyncio.gather(*(asyncio.shield(task) for task in self._restart_tasks))
 
     async def start_etcd(self) -> None:
         """Starts the etcd member of this machine: the one that it has, or the first one of a new cluster."""
@@ -152,7 +152,7 @@ class Supervisor:
                 "joining as a server requires a token",
                 hint="create one with 'genie token create --server' and pass it with --token-file FILE",
             )
-        token = parse_server_token(access.token)
+        token = parse_server_join_token(access.token)
         check_not_a_server(self._state_dir)
         join = ServerJoin(
             self._settings.controller,
@@ -161,38 +161,38 @@ class Supervisor:
             network=TcpNetwork(),
             progress=self._progress,
         )
-        host, port = _access_address(access)
+        host, port = _address_of_access(access)
         try:
             await join.run(host, port, token, name=self.node_id)
-            leader = await self.find_leader(await self.start_controller())
+            leader = await self.find_access_to_leader(await self.start_controller())
             assert leader is not None, "the join has written an owner token"
             await self.start_agent(leader)
         except BaseException:
-            await _finish_uncancelled(self._undo_join(join))
+            await _await_despite_cancellation(self._undo_server_join(join))
             raise
 
-    async def _undo_join(self, join: ServerJoin) -> None:
+    async def _undo_server_join(self, join: ServerJoin) -> None:
         try:
-            await join.undo()
+            await join.remove_added_member()
         finally:
             await self.stop()
-            join.remove_files()
+            join.remove_written_files()
 
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
         check_bind_address(config)
-        this_machine.check_port_free(config.bind, config.port, hint=_PORT_HINT)
+        this_machine.check_port_free(config.bind, config.port, hint=_PORT_IN_USE_HINT)
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
         progress_at_s = asyncio.get_running_loop().time() + _WAIT_MESSAGE_DELAY_S
         while (found := LocalCluster.read(self._state_dir)) is None:
-            self._controller.check_alive()
+            self._controller.check_not_exited()
             if uses_local_etcd(self._settings) and asyncio.get_running_loop().time() >= progress_at_s:
                 progress_at_s = float("inf")
                 self._progress("waiting for a majority of the etcd members")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_START_POLL_S)
         self.cluster = found
         # A port chosen by the system must stay the same after a crash: agents use it.
         self._controller.set_restart_arguments(self._controller_arguments(found.port))
@@ -204,11 +204,11 @@ class Supervisor:
     async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
         """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
         list nodes."""
-        node_dir = self._find_joined_node(access) or await self._join(access)
+        node_dir = self._find_joined_node(access) or await self._join_as_new_node(access)
         self.node_id = node_dir.name
         self._progress(f"starting the agent of node {self.node_id}")
-        before = _read_int(node_dir / "incarnation")
-        self._address_being_joined = address_text(*_access_address(access))
+        before = _read_int_file(node_dir / "incarnation")
+        self._address_being_joined = address_text(*_address_of_access(access))
         self._agent.start(
             [
                 *("--state-dir", str(self._state_dir)),
@@ -218,9 +218,11 @@ class Supervisor:
             ],
             node_id=self.node_id,
         )
-        await self._wait_registered(node_dir, after_incarnation=before)
+        await self._wait_until_agent_registered(node_dir, after_incarnation=before)
         node = (
-            await self._wait_node_info(access, after_incarnation=before) if _can_list_nodes(access) else None
+            await self._wait_until_node_listed(access, after_incarnation=before)
+            if _can_list_nodes(access)
+            else None
         )
         self._address_being_joined = ""
         self._progress(
@@ -228,30 +230,30 @@ class Supervisor:
         )
         return node
 
-    def watch(self, group: asyncio.TaskGroup) -> None:
+    def restart_crashed_children(self, group: asyncio.TaskGroup) -> None:
         for child in self._children:
             if child.pid is not None:
-                self._watch_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
+                self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
     async def stop(self) -> None:
         """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        for task in self._watch_tasks:
+        for task in self._restart_tasks:
             task.cancel()
         if self._agent.pid is not None:
             self._progress("stopping the agent")
-            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_GRACE_MARGIN_S)
+            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S)
         if self._controller.pid is not None:
             self._progress("stopping the controller")
-            await self._controller.stop(grace_s=_CONTROLLER_GRACE_S)
-            _remove_cluster_file(self._state_dir)
+            await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
+            _remove_local_cluster_file(self._state_dir)
         if self._etcd.child.pid is not None:
             self._progress("stopping etcd")
-            await self._etcd.child.stop(grace_s=_ETCD_GRACE_S)
+            await self._etcd.child.stop(grace_s=_ETCD_STOP_GRACE_S)
 
-    async def find_leader(self, found: LocalCluster) -> ClusterConfig | None:
+    async def find_access_to_leader(self, found: LocalCluster) -> ClusterConfig | None:
         """Returns the owner's access to the leader: this controller, or another one if this is a standby.
         None for a standby without an owner token."""
         if not (self._state_dir / OWNER_TOKEN_FILE).exists():
@@ -262,17 +264,17 @@ class Supervisor:
         access = make_owner_access(self._state_dir, found)
         async with self._open_connection(access) as connection:
             while True:
-                status = await connection.call(GetStatus(), timeout_s=_CALL_TIMEOUT_S)
+                status = await connection.call(GetStatus(), timeout_s=_CONTROLLER_CALL_TIMEOUT_S)
                 if status.leading:
                     return access
                 if status.leader and status.leader != connection.where:
                     break
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(_START_POLL_S)
         self._progress(f"standby: the leader is {status.leader}")
         host, port = parse_endpoint(status.leader)
         return replace(access, master_addr=host, master_port=port)
 
-    def timeout_error(self, timeout_s: float, what: str) -> GenieError:
+    def start_timeout_error(self, timeout_s: float, what: str) -> GenieError:
         """The error for a start that took longer than `timeout_s`."""
         if not self._address_being_joined:
             return DeadlineError(
@@ -329,9 +331,9 @@ class Supervisor:
         """Whether the user has set the node ID."""
         return self._settings.sources["cluster.node_id"] != "default"
 
-    async def _join(self, access: ClusterConfig) -> Path:
+    async def _join_as_new_node(self, access: ClusterConfig) -> Path:
         """Joins as a new node with the given join token, or with one that the owner token creates."""
-        where = address_text(*_access_address(access))
+        where = address_text(*_address_of_access(access))
         if access.token is None:
             raise TokenMissingError(
                 f"joining {where} requires a token",
@@ -344,11 +346,13 @@ class Supervisor:
                 hint="get one from the owner of the cluster ('genie token create --join'), and pass it as "
                 f"token or to 'genie join {where} --token-file FILE'",
             )
-        host, port = _access_address(access)
+        host, port = _address_of_access(access)
         if _can_list_nodes(access):
             async with self._open_connection(access) as connection:
                 request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
-                text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S, idempotent=False)).token
+                text = (
+                    await connection.call(request, timeout_s=_CONTROLLER_CALL_TIMEOUT_S, idempotent=False)
+                ).token
         self._progress(f"joining the cluster as {self.node_id}")
         return await joining.join_cluster(
             host,
@@ -361,38 +365,38 @@ class Supervisor:
             is_node_id_fixed=self._is_node_id_configured,
         )
 
-    async def _wait_registered(self, node_dir: Path, *, after_incarnation: int) -> None:
+    async def _wait_until_agent_registered(self, node_dir: Path, *, after_incarnation: int) -> None:
         """Waits until the agent has registered with an incarnation greater than `after_incarnation`."""
         loop = asyncio.get_running_loop()
         progress_at_s = loop.time() + _WAIT_MESSAGE_DELAY_S
         while _registered_incarnation(node_dir) <= after_incarnation:
-            self._agent.check_alive()
+            self._agent.check_not_exited()
             if loop.time() >= progress_at_s:
                 progress_at_s = float("inf")
                 self._progress(
                     f"waiting for node {self.node_id} to register with {self._address_being_joined}"
                 )
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_START_POLL_S)
 
-    async def _wait_node_info(self, access: ClusterConfig, *, after_incarnation: int) -> NodeInfo:
-        poll_s = _POLL_S
+    async def _wait_until_node_listed(self, access: ClusterConfig, *, after_incarnation: int) -> NodeInfo:
+        poll_s = _START_POLL_S
         async with self._open_connection(access) as connection:
             while True:
-                self._agent.check_alive()
-                for view in await fetch_nodes(connection, timeout_s=_CALL_TIMEOUT_S):
+                self._agent.check_not_exited()
+                for view in await fetch_nodes(connection, timeout_s=_CONTROLLER_CALL_TIMEOUT_S):
                     node = view.info
                     known = node.node_id == self.node_id and node.incarnation > after_incarnation
                     if known and node.status not in _NOT_REGISTERED_STATUSES:
                         return node
                 await asyncio.sleep(poll_s)
-                poll_s = min(2 * poll_s, _NODE_POLL_S_MAX)  # the list of a large cluster is expensive
+                poll_s = min(2 * poll_s, _NODE_LIST_POLL_S_MAX)  # the list of a large cluster is expensive
 
     @asynccontextmanager
     async def _open_connection(self, access: ClusterConfig) -> AsyncIterator[ControllerConnection]:
         async with open_connection(
             replace(self._settings, cluster=access),
             network=TcpNetwork(),
-            timeout_s=_CONNECT_TIMEOUT_S,
+            timeout_s=_CONTROLLER_CONNECT_TIMEOUT_S,
             program="genie up",
             is_address_fixed=True,
         ) as connection:
@@ -414,12 +418,12 @@ async def run_local_cluster(
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
     """
-    settings = with_local_member(settings)
+    settings = with_settings_of_local_member(settings)
     async with _run_supervisor(settings, progress) as (supervisor, group):
-        async with _limit_start_time(timeout_s, supervisor, "the cluster"):
+        async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             if uses_local_etcd(settings):
                 await supervisor.start_etcd()
-            access = await supervisor.find_leader(await supervisor.start_controller())
+            access = await supervisor.find_access_to_leader(await supervisor.start_controller())
             if agent and access is None:
                 raise TokenMissingError(
                     "the agent of a standby controller requires the owner token",
@@ -427,7 +431,7 @@ async def run_local_cluster(
                 )
             if agent and access is not None:
                 await supervisor.start_agent(access)
-        supervisor.watch(group)
+        supervisor.restart_crashed_children(group)
         yield supervisor
 
 
@@ -444,9 +448,9 @@ async def run_local_agent(
     Raises UnreachableError if it has not registered within `timeout_s`.
     """
     async with _run_supervisor(settings, progress) as (supervisor, group):
-        async with _limit_start_time(timeout_s, supervisor, "the agent"):
+        async with _raise_on_start_timeout(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
-        supervisor.watch(group)
+        supervisor.restart_crashed_children(group)
         yield supervisor
 
 
@@ -462,11 +466,11 @@ async def run_joining_server(
 
     A failed join leaves neither an etcd member nor files behind.
     """
-    settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD))
+    settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD_STORE))
     async with _run_supervisor(settings, progress) as (supervisor, group):
-        async with _limit_start_time(timeout_s, supervisor, "the server"):
+        async with _raise_on_start_timeout(timeout_s, supervisor, "the server"):
             await supervisor.join_as_server(access)
-        supervisor.watch(group)
+        supervisor.restart_crashed_children(group)
         yield supervisor
 
 
@@ -487,14 +491,14 @@ async def _run_supervisor(
                 failure = error
             finally:
                 try:
-                    await _finish_uncancelled(supervisor.stop())
+                    await _await_despite_cancellation(supervisor.stop())
                 except (GenieError, asyncio.CancelledError) as error:
                     failure = failure or error  # the error of the block takes precedence
             if failure is not None:
                 raise failure
 
 
-async def _finish_uncancelled(work: Coroutine[Any, Any, None]) -> None:
+async def _await_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
     """Waits until `work` has finished, even when cancelled meanwhile; raises CancelledError afterwards.
 
     `work` must have its own timeout.
@@ -519,7 +523,7 @@ def start_timeout_s(settings: Settings) -> float:
 
 def find_running_cluster(state_dir: Path) -> RunningCluster | None:
     """Returns the running processes of this state directory; None if there are none."""
-    records = [process_records.read_record(state_dir, name) for name in _PROCESS_NAMES]
+    records = [process_records.read_process_record(state_dir, name) for name in _PROCESS_NAMES]
     pids = {record.name: record.pid for record in records if record is not None}
     if not pids:
         return None
@@ -533,28 +537,28 @@ async def stop_running_cluster(
     """Stops the processes that `find_running_cluster` finds and returns them; None if there were none."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
-    agent_s = agent_grace_s + _AGENT_GRACE_MARGIN_S
+    agent_s = agent_grace_s + _AGENT_STOP_GRACE_MARGIN_S
     # The supervisor first: it stops the others in order, and would restart them otherwise.
-    supervisor_s = agent_s + _CONTROLLER_GRACE_S + _ETCD_GRACE_S + _AGENT_GRACE_MARGIN_S
+    supervisor_s = agent_s + _CONTROLLER_STOP_GRACE_S + _ETCD_STOP_GRACE_S + _AGENT_STOP_GRACE_MARGIN_S
     graces = {SUPERVISOR: supervisor_s, AGENT: agent_s}
     for name in (SUPERVISOR, AGENT, CONTROLLER, ETCD):
-        record = process_records.read_record(state_dir, name)
+        record = process_records.read_process_record(state_dir, name)
         if record is not None:
             progress(
                 f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
             )
-            await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_GRACE_S))
-        process_records.remove_record(state_dir, name)
+            await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S))
+        process_records.remove_process_record(state_dir, name)
     if found is not None and CONTROLLER in found.pids:
-        _remove_cluster_file(state_dir)
+        _remove_local_cluster_file(state_dir)
     return found
 
 
-def check_agent_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
+def check_agent_is_of_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
     """Raises AgentRunningError if the running agent belongs to another cluster than that of `access`."""
     node_dir = state_dir / AGENTS_DIR / running.node_id
     if running.node_id and not _has_joined(node_dir, access, requires_address_if_unpinned=True):
-        requested = address_text(*_access_address(access))
+        requested = address_text(*_address_of_access(access))
         raise AgentRunningError(
             f"cannot join {requested}: this machine runs an agent of another cluster {running}",
             hint=f"stop it with 'genie down', or set GENIE_STATE_DIR to another directory than {state_dir}",
@@ -594,7 +598,10 @@ def _ignore_write_errors(progress: ProgressPrinter) -> ProgressPrinter:
 @contextmanager
 def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
     """Held by the supervisor of this state directory; the kernel releases it when that process dies."""
-    path = files.make_private_directory(state_dir / process_records.RECORDS_FOLDER) / _LOCK_FILE
+    path = (
+        files.make_private_directory(state_dir / process_records.PROCESS_RECORDS_FOLDER)
+        / _SUPERVISOR_LOCK_FILE
+    )
     lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise _already_running_error(
@@ -623,12 +630,12 @@ def _already_running_error(
 
 
 @asynccontextmanager
-async def _limit_start_time(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
+async def _raise_on_start_timeout(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
-        raise supervisor.timeout_error(timeout_s, what) from None
+        raise supervisor.start_timeout_error(timeout_s, what) from None
 
 
 def _can_list_nodes(access: ClusterConfig) -> bool:
@@ -639,7 +646,7 @@ def _can_list_nodes(access: ClusterConfig) -> bool:
     )
 
 
-def _access_address(access: ClusterConfig) -> tuple[str, int]:
+def _address_of_access(access: ClusterConfig) -> tuple[str, int]:
     if access.master_addr is None:
         raise ConfigError("the address of the controller is missing", hint="pass master_addr")
     return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
@@ -657,9 +664,9 @@ def _has_joined(node_dir: Path, access: ClusterConfig, *, requires_address_if_un
         return same and (
             pin != NO_PIN
             or not requires_address_if_unpinned
-            or _has_controller_address(node_dir, *_access_address(access))
+            or _has_controller_address(node_dir, *_address_of_access(access))
         )
-    return _has_controller_address(node_dir, *_access_address(access))
+    return _has_controller_address(node_dir, *_address_of_access(access))
 
 
 def _has_controller_address(node_dir: Path, host: str, port: int) -> bool:
@@ -680,14 +687,14 @@ def _registered_incarnation(node_dir: Path) -> int:
         return 0
 
 
-def _read_int(path: Path) -> int:
+def _read_int_file(path: Path) -> int:
     try:
         return int(path.read_text("utf-8"))
     except (OSError, ValueError):
         return 0
 
 
-def _remove_cluster_file(state_dir: Path) -> None:
+def _remove_local_cluster_file(state_dir: Path) -> None:
     """Removes the address of the stopped controller, so that commands no longer use it."""
     (state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
 

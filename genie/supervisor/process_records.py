@@ -18,14 +18,14 @@ from genie.errors import NodeError
 from genie.processes import files
 from genie.processes.process_identity import ProcessIdentity
 
-RECORDS_FOLDER = "run"
+PROCESS_RECORDS_FOLDER = "run"
 LOG_FOLDER = "logs"
 SUPERVISOR = "up"
 """Name of the record of a supervisor."""
 CONTROLLER = "controller"
 """Name of the record of a controller."""
-_POLL_S = 0.02
-_KILL_TIMEOUT_S = 5.0
+_EXIT_POLL_S = 0.02
+_SIGKILL_WAIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +54,22 @@ class ProcessRecord:
             "ready": self.ready,
             "node_id": self.node_id,
         }
-        files.write_private(_record_path(state_dir, self.name), json.dumps(body).encode())
+        files.write_private(_process_record_path(state_dir, self.name), json.dumps(body).encode())
 
 
 def record_process(
     state_dir: Path, name: str, pid: int, *, ready: bool = False, node_id: str = ""
 ) -> ProcessRecord | None:
     """Writes the record of a process; None if it has already ended."""
-    record = make_record(name, pid, ready=ready, node_id=node_id)
+    record = make_process_record(name, pid, ready=ready, node_id=node_id)
     if record is not None:
         record.write(state_dir)
     return record
 
 
-def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") -> ProcessRecord | None:
+def make_process_record(
+    name: str, pid: int, *, ready: bool = False, node_id: str = ""
+) -> ProcessRecord | None:
     """The record of a process, not written yet; None if it has already ended."""
     identity = ProcessIdentity.of_pid(pid)
     return (
@@ -77,10 +79,10 @@ def make_record(name: str, pid: int, *, ready: bool = False, node_id: str = "") 
     )
 
 
-def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
+def read_process_record(state_dir: Path, name: str) -> ProcessRecord | None:
     """Returns the record of this name if its process is running, else None."""
     try:
-        body = json.loads(_record_path(state_dir, name).read_text("utf-8"))
+        body = json.loads(_process_record_path(state_dir, name).read_text("utf-8"))
         identity = ProcessIdentity(int(body["pid"]), str(body["start"]))
         record = ProcessRecord(
             name=name, identity=identity, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
@@ -90,8 +92,8 @@ def read_record(state_dir: Path, name: str) -> ProcessRecord | None:
     return record if record.is_alive else None
 
 
-def remove_record(state_dir: Path, name: str) -> None:
-    _record_path(state_dir, name).unlink(missing_ok=True)
+def remove_process_record(state_dir: Path, name: str) -> None:
+    _process_record_path(state_dir, name).unlink(missing_ok=True)
 
 
 def log_path(state_dir: Path, name: str) -> Path:
@@ -114,24 +116,24 @@ def read_last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_
 
 async def end_process(record: ProcessRecord, *, grace_s: float) -> None:
     """Sends SIGTERM, then SIGKILL after `grace_s`. Returns when the process has ended."""
-    if not record.identity.send_signal(signal.SIGTERM) or await _wait_ended(record, grace_s):
+    if not record.identity.send_signal(signal.SIGTERM) or await _wait_until_process_ended(record, grace_s):
         return
     record.identity.send_signal(signal.SIGKILL)
-    if not await _wait_ended(record, _KILL_TIMEOUT_S):
+    if not await _wait_until_process_ended(record, _SIGKILL_WAIT_TIMEOUT_S):
         raise NodeError(
             f"could not kill process {record.pid} ({record.name})",
             hint="it hangs in the kernel; inspect it with 'ps'",
         )
 
 
-async def _wait_ended(record: ProcessRecord, timeout_s: float) -> bool:
+async def _wait_until_process_ended(record: ProcessRecord, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while record.is_alive:
         if time.monotonic() >= deadline:
             return False
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_EXIT_POLL_S)
     return True
 
 
-def _record_path(state_dir: Path, name: str) -> Path:
-    return state_dir / RECORDS_FOLDER / f"{name}.json"
+def _process_record_path(state_dir: Path, name: str) -> Path:
+    return state_dir / PROCESS_RECORDS_FOLDER / f"{name}.json"

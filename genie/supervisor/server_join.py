@@ -1,8 +1,8 @@
 """`genie join --server`: makes this machine a server of an existing cluster.
 
-Fetches the CA of the cluster inside the join, encrypted (controller/server_handover.py), and adds an etcd
-member: first as a learner, which does not vote, and as a voter once it has caught up. `undo` removes the
-member again, `remove_files` the files.
+Fetches the CA of the cluster inside the join, encrypted (controller/server_credentials_handover.py), and adds
+an etcd member: first as a learner, which does not vote, and as a voter once it has caught up.
+`remove_added_member` and `remove_written_files` undo it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING
 
 from genie.agent.identity import AGENTS_DIR
 from genie.config import ControllerConfig
-from genie.controller.etcd.local_member import LocalMember, ca_path, make_address, member_directory
-from genie.controller.server_handover import HandoverClient, ServerCredentials
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    ca_path,
+    etcd_member_directory,
+    make_managed_etcd_address,
+)
+from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
 from genie.model.messages import ServerJoined
@@ -34,7 +39,7 @@ from genie.supervisor.etcd_member import (
     EtcdMemberProcess,
     format_initial_cluster,
     new_local_member,
-    write_certificate,
+    write_etcd_member_certificate,
 )
 from genie.tenancy.access import Token, parse_token
 
@@ -43,14 +48,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CALL_TIMEOUT_S = 15.0
-_ADD_TIMEOUT_S = 60.0
-_PROMOTE_TIMEOUT_S = 60.0
-_REDIRECTS_MAX = 3
-_LEADER_HINT = re.compile(r"the leader is (\S+)")
+_CONTROLLER_CALL_TIMEOUT_S = 15.0
+_ADD_MEMBER_TIMEOUT_S = 60.0
+_PROMOTE_MEMBER_TIMEOUT_S = 60.0
+_REDIRECTS_TO_LEADER_MAX = 3
+_LEADER_IN_HINT_PATTERN = re.compile(r"the leader is (\S+)")
 
 
-def parse_server_token(text: str) -> Token:
+def parse_server_join_token(text: str) -> Token:
     """Raises TokenRefusedError for another kind of token."""
     token = parse_token(text)
     if token.kind is not TokenKind.SERVER_JOIN:
@@ -66,7 +71,7 @@ def check_not_a_server(state_dir: Path) -> None:
     # A failed join removes all of them again.
     for path in (
         state_dir / CONTROLLER_DIRECTORY,
-        member_directory(state_dir),
+        etcd_member_directory(state_dir),
         state_dir / OWNER_TOKEN_FILE,
     ):
         if path.exists():
@@ -76,28 +81,30 @@ def check_not_a_server(state_dir: Path) -> None:
             )
 
 
-async def fetch_credentials(
+async def fetch_server_credentials(
     host: str, port: int, token: Token, *, state_dir: Path, network: Network
 ) -> ServerCredentials:
     """Exchanges a server token for the CA of the cluster. The token can be used once.
 
     Follows a standby to the leader; each server is verified against the pin of the token.
     """
-    client = HandoverClient.create(token)
-    for _ in range(_REDIRECTS_MAX):
+    client = ServerJoinAttempt.create(token)
+    for _ in range(_REDIRECTS_TO_LEADER_MAX):
         trusted = await make_pinned_client_tls(
-            network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CALL_TIMEOUT_S
+            network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CONTROLLER_CALL_TIMEOUT_S
         )
         try:
-            async with rpc.dial(network, host, port, tls=trusted, timeout_s=_CALL_TIMEOUT_S) as peer:
-                reply: ServerJoined = await peer.call(client.request, timeout_s=_CALL_TIMEOUT_S)
+            async with rpc.dial(
+                network, host, port, tls=trusted, timeout_s=_CONTROLLER_CALL_TIMEOUT_S
+            ) as peer:
+                reply: ServerJoined = await peer.call(client.request, timeout_s=_CONTROLLER_CALL_TIMEOUT_S)
         except NotLeaderError as error:
-            leader = _LEADER_HINT.search(error.hint or "")
+            leader = _LEADER_IN_HINT_PATTERN.search(error.hint or "")
             if leader is None:
                 raise
             host, port = parse_endpoint(leader[1])
             continue
-        return client.decrypt(reply)
+        return client.decrypt_credentials(reply)
     raise NotLeaderError(
         f"could not find the leader of the cluster: {address_text(host, port)} does not lead either",
         hint="try again in a moment",
@@ -121,35 +128,37 @@ class ServerJoin:
         self._state_dir = state_dir
         self._network = network
         self._progress = progress
-        self._had_agents = (state_dir / AGENTS_DIR).exists()
-        self._endpoints: tuple[str, ...] = ()
-        self._peer_url = ""
+        self._had_agents_before_join = (state_dir / AGENTS_DIR).exists()
+        self._etcd_endpoints: tuple[str, ...] = ()
+        self._added_peer_url = ""
 
     async def run(self, host: str, port: int, token: Token, *, name: str) -> None:
         """Returns when the etcd member of this machine votes."""
         self._progress(f"joining {address_text(host, port)} as a server")
         # Before the handover, which uses up the token.
         member = await asyncio.to_thread(new_local_member, self._config, name=name)
-        _check_reachable(member, host)
-        await self._etcd.check(member)
-        credentials = await fetch_credentials(
+        _check_reachable_by_servers(member, host)
+        await self._etcd.check_can_start(member)
+        credentials = await fetch_server_credentials(
             host, port, token, state_dir=self._state_dir, network=self._network
         )
         self._write_credentials(credentials)
-        self._endpoints = credentials.etcd_endpoints
-        await asyncio.to_thread(write_certificate, self._config, member, state_dir=self._state_dir)
+        self._etcd_endpoints = credentials.etcd_endpoints
+        await asyncio.to_thread(
+            write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
+        )
         async with self._open_etcd_cluster() as cluster:
-            await self._add_member(cluster, member)
+            await self._add_and_promote_member(cluster, member)
 
-    async def undo(self) -> None:
+    async def remove_added_member(self) -> None:
         """Removes the member; best effort, because the cluster may be unreachable. Call it while the etcd of
         this machine still runs: in a cluster of two, removing one takes both."""
-        if not self._peer_url:
+        if not self._added_peer_url:
             return
         try:
             async with self._open_etcd_cluster() as cluster:
                 for member in await cluster.list_members():
-                    if member.peer_url == self._peer_url:
+                    if member.peer_url == self._added_peer_url:
                         await cluster.remove_member(member.member_id)
                         self._progress(f"removed etcd member {member.label} again")
         except GenieError as error:
@@ -158,12 +167,12 @@ class ServerJoin:
                 "remove it with 'genie etcd remove' on another server"
             )
 
-    def remove_files(self) -> None:
+    def remove_written_files(self) -> None:
         """Removes what the join has written. Call it when the processes have ended."""
         shutil.rmtree(self._state_dir / CONTROLLER_DIRECTORY, ignore_errors=True)
-        shutil.rmtree(member_directory(self._state_dir), ignore_errors=True)
+        shutil.rmtree(etcd_member_directory(self._state_dir), ignore_errors=True)
         (self._state_dir / OWNER_TOKEN_FILE).unlink(missing_ok=True)
-        if not self._had_agents:
+        if not self._had_agents_before_join:
             shutil.rmtree(self._state_dir / AGENTS_DIR, ignore_errors=True)
 
     def _write_credentials(self, credentials: ServerCredentials) -> None:
@@ -176,27 +185,27 @@ class ServerJoin:
     def _open_etcd_cluster(self) -> AbstractAsyncContextManager[EtcdCluster]:
         from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
 
-        return open_etcd_cluster(make_address(self._endpoints, state_dir=self._state_dir))
+        return open_etcd_cluster(make_managed_etcd_address(self._etcd_endpoints, state_dir=self._state_dir))
 
-    async def _add_member(self, cluster: EtcdCluster, member: LocalMember) -> None:
+    async def _add_and_promote_member(self, cluster: EtcdCluster, member: LocalMember) -> None:
         existing = await cluster.list_members()
         _check_peer_url_unused(existing, member)
-        member = replace(member, name=_unused_name(member.name, existing))
+        member = replace(member, name=_unused_member_name(member.name, existing))
         self._progress(f"adding etcd member {member.name}")
-        self._peer_url = member.peer_url
-        added, members = await cluster.add_learner(member.peer_url, timeout_s=_ADD_TIMEOUT_S)
+        self._added_peer_url = member.peer_url
+        added, members = await cluster.add_learner(member.peer_url, timeout_s=_ADD_MEMBER_TIMEOUT_S)
         # etcd compares the URLs; a member that has not started yet has no name.
         names = {each.member_id: each.label for each in members}
         names[added.member_id] = member.name
         peers = [(names[each.member_id], each.peer_url) for each in members]
         await self._etcd.start(member, initial_cluster=format_initial_cluster(peers), is_new_cluster=False)
         self._progress("waiting until the etcd member has caught up")
-        await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_TIMEOUT_S)
+        await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_MEMBER_TIMEOUT_S)
         endpoints = {each.endpoint for each in existing if each.endpoint}
         member.with_endpoints(endpoints).write(self._state_dir)
 
 
-def _check_reachable(member: LocalMember, host: str) -> None:
+def _check_reachable_by_servers(member: LocalMember, host: str) -> None:
     """Raises ConfigError if the other servers could not reach this one."""
     if is_loopback(member.host) and not is_loopback(host):
         raise ConfigError(
@@ -216,7 +225,7 @@ def _check_peer_url_unused(members: tuple[MemberInfo, ...], member: LocalMember)
             )
 
 
-def _unused_name(name: str, members: tuple[MemberInfo, ...]) -> str:
+def _unused_member_name(name: str, members: tuple[MemberInfo, ...]) -> str:
     used, candidate, number = {member.name for member in members}, name, 1
     while candidate in used:
         number += 1

@@ -30,7 +30,7 @@ from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster, is_wildcar
 from genie.supervisor import process_records
 from genie.tenancy.access import parse_token
 
-HINT_TIMEOUT_S = 2.0
+LOCAL_CLUSTER_HINT_TIMEOUT_S = 2.0
 _IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -39,7 +39,7 @@ async def add_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> As
     """Adds the address of the local cluster to an error about another address of this machine, and its
     process to an error about a controller of this machine that does not respond.
 
-    Delays the error by at most HINT_TIMEOUT_S.
+    Delays the error by at most LOCAL_CLUSTER_HINT_TIMEOUT_S.
     """
     try:
         yield
@@ -64,7 +64,7 @@ async def _find_local_cluster_hint_with_timeout(host: str, port: int, *, state_d
     thread = CallThread("genie-hint")
     find_hint = partial(find_local_cluster_hint, host, port, state_dir=state_dir)
     try:
-        return await thread.call(find_hint, what=f"looking up {host}", timeout_s=HINT_TIMEOUT_S)
+        return await thread.call(find_hint, what=f"looking up {host}", timeout_s=LOCAL_CLUSTER_HINT_TIMEOUT_S)
     except HardwareError:
         return ""
     finally:
@@ -83,7 +83,7 @@ def find_local_cluster_hint(host: str, port: int, *, state_dir: Path) -> str:
     if local is not None and not _is_same_endpoint((local.host, local.port), (host, port)):
         where = address_text(local.host, local.port)
         return f"a cluster of this machine listens on {where}: use master_addr={where!r}"
-    joined = _joined_cluster_address(state_dir)
+    joined = _address_of_joined_cluster(state_dir)
     if local is None and joined is not None and not _is_same_endpoint(joined, (host, port)):
         where = address_text(*joined)
         return f"this machine is a node of the cluster at {where}: use master_addr={where!r}"
@@ -97,7 +97,7 @@ def find_unresponsive_controller_hint(host: str, port: int, *, state_dir: Path) 
         local = LocalCluster.read(state_dir)
     except GenieError:
         return ""
-    record = process_records.read_record(state_dir, process_records.CONTROLLER)
+    record = process_records.read_process_record(state_dir, process_records.CONTROLLER)
     if local is None or record is None or not _is_same_endpoint((local.host, local.port), (host, port)):
         return ""
     return (
@@ -181,16 +181,16 @@ def _try_parse_ip(text: str) -> _IpAddress | None:
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
-def _joined_cluster_address(state_dir: Path) -> tuple[str, int] | None:
+def _address_of_joined_cluster(state_dir: Path) -> tuple[str, int] | None:
     """The address of a cluster that this machine has joined, except one that it hosted itself."""
     from genie.agent.identity import (
         AGENTS_DIR,
         read_controller_addresses,
     )  # imported here: only needed for an error
 
-    own_pin = _read_pin(state_dir / OWNER_TOKEN_FILE)
+    own_pin = _read_ca_pin(state_dir / OWNER_TOKEN_FILE)
     for path in sorted((state_dir / AGENTS_DIR).glob("*/node.token")):
-        if own_pin is not None and _read_pin(path) == own_pin:
+        if own_pin is not None and _read_ca_pin(path) == own_pin:
             continue
         try:
             return read_controller_addresses(path.parent)[0]
@@ -199,7 +199,7 @@ def _joined_cluster_address(state_dir: Path) -> tuple[str, int] | None:
     return None
 
 
-def _read_pin(path: Path) -> str | None:
+def _read_ca_pin(path: Path) -> str | None:
     """The pin of a token, which identifies its cluster; None if the file cannot be read."""
     try:
         return parse_token(files.read_small_file(path)).pin

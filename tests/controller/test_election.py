@@ -46,7 +46,7 @@ async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
     one = make_election(store, clock, "a")
     assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
-        held = group.create_task(one.hold_leadership())
+        held = group.create_task(one.hold_leadership_until_term_ends())
         for _ in range(5):
             await clock.advance(2.0)
         assert one.is_leading, "it was renewed"
@@ -91,7 +91,7 @@ async def test_a_running_controller_with_the_same_name_is_refused() -> None:
     copy = make_election(store, clock, "same", instance="m2")
     assert await one.try_win_election("a:1")
     async with asyncio.TaskGroup() as group:
-        held = group.create_task(one.hold_leadership())
+        held = group.create_task(one.hold_leadership_until_term_ends())
         with pytest.raises(DuplicateControllerError, match="the controller at a:1 is running") as caught:
             for _ in range(20):
                 assert not await copy.try_win_election("b:1")
@@ -126,11 +126,11 @@ async def test_replaced_leader_cannot_write_and_steps_down() -> None:
     await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
-        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 1
+        assert await ledger.write(lambda txn: txn.next_counter_value("epoch")) == 1
         assert await new.try_win_election("a:2")
         assert old.is_leading, "by its own clock it still leads"
         with pytest.raises(NotLeaderError):
-            await ledger.write(lambda txn: txn.next_number("epoch"))
+            await ledger.write(lambda txn: txn.next_counter_value("epoch"))
         assert not old.is_leading
         kept = ledger.counters.get("epoch")
         assert kept == Counter(value=1), "memory has only durable rows"
@@ -164,14 +164,14 @@ async def test_write_completes_when_its_caller_is_cancelled() -> None:
     await ledger.load_tables()
     async with asyncio.TaskGroup() as group:
         writer = group.create_task(ledger.run())
-        caller = group.create_task(ledger.write(lambda txn: txn.next_number("epoch")))
+        caller = group.create_task(ledger.write(lambda txn: txn.next_counter_value("epoch")))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         caller.cancel()
         await until(lambda: ledger.counters.get("epoch") == Counter(value=1))
         with pytest.raises(ZeroDivisionError):
             await ledger.write(lambda txn: 1 // 0)
-        assert await ledger.write(lambda txn: txn.next_number("epoch")) == 2
+        assert await ledger.write(lambda txn: txn.next_counter_value("epoch")) == 2
         writer.cancel()
     assert await store.get(LEADER_KEY) is not None
     await one.resign()

@@ -229,7 +229,7 @@ def change_many_rows_step(rows: int) -> Step:
     """Change many rows: a few of these do not fit into one transaction."""
 
     def build(txn: Transaction) -> list[int]:
-        return [txn.next_number(f"row-{index}") for index in range(rows)]
+        return [txn.next_counter_value(f"row-{index}") for index in range(rows)]
 
     return lambda on: on.ledger.write(build)
 
@@ -239,7 +239,7 @@ def failing_step(number: int) -> Step:
 
     async def step(on: LedgerSetup) -> object:
         def build(txn: Transaction) -> None:
-            txn.next_number("sequence")
+            txn.next_counter_value("sequence")
             txn.delete(on.ledger.jobs, job_id(number))
             txn.put(on.ledger.counters, "x" * 2000, Counter(value=1))
             if number % 2:
@@ -305,7 +305,7 @@ async def test_queued_writes_share_a_commit_and_a_single_write_does_not_wait() -
         assert one.commits == 1
         one.commits = 0
         ids = await gather_outcomes(
-            *(one.ledger.write(lambda txn: txn.next_number("epoch")) for _ in range(100))
+            *(one.ledger.write(lambda txn: txn.next_counter_value("epoch")) for _ in range(100))
         )
         assert ids == list(range(1, 101))
         assert one.commits == 1
@@ -344,7 +344,7 @@ async def test_rollbacks_run_when_a_transaction_is_not_committed() -> None:
 
         def build(name: str, fails: bool, txn: Transaction) -> None:
             txn.on_rollback(partial(done.append, name))
-            txn.next_number("sequence")
+            txn.next_counter_value("sequence")
             if fails:
                 raise ZeroDivisionError
 
@@ -383,16 +383,16 @@ async def test_writes_of_a_cancelled_caller_are_not_committed() -> None:
 
         one.store.commit = slow  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as group:
-            first = group.create_task(one.ledger.write(lambda txn: txn.next_number("first")))
+            first = group.create_task(one.ledger.write(lambda txn: txn.next_counter_value("first")))
             await asyncio.sleep(0)
-            builds = [lambda txn: txn.next_number("second")] * 3
+            builds = [lambda txn: txn.next_counter_value("second")] * 3
             several = group.create_task(one.ledger.write_each(builds))
             await until(lambda: len(one.ledger._write_queue) == 3, what="they are queued behind the first")
             several.cancel()
             await asyncio.wait([several])
             held.set()
         assert first.result() == 1
-        await one.ledger.write(lambda txn: txn.next_number("last"))
+        await one.ledger.write(lambda txn: txn.next_counter_value("last"))
         assert "second" not in one.ledger.counters
 
 
@@ -520,7 +520,8 @@ async def test_cancelled_caller_does_not_affect_other_writes() -> None:
     async with open_ledger() as one:
         async with asyncio.TaskGroup() as group:
             gone, stays = (
-                group.create_task(one.ledger.write(lambda txn: txn.next_number("epoch"))) for _ in range(2)
+                group.create_task(one.ledger.write(lambda txn: txn.next_counter_value("epoch")))
+                for _ in range(2)
             )
             await asyncio.sleep(0)
             gone.cancel()

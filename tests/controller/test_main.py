@@ -18,7 +18,7 @@ from typing import IO
 import pytest
 
 from genie.config import ClusterConfig
-from genie.controller.__main__ import compile_in_background
+from genie.controller.__main__ import compile_scheduler_in_background
 from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store.etcd import EtcdStore
@@ -247,7 +247,7 @@ async def test_scheduler_library_is_compiled_in_the_background_and_used(
         first = await owner.submit(gpus=1)
         launch = await agent.start_next()
         assert planner._scheduler.allocations.uses_python_placer, "it starts without the library"
-        await compile_in_background(one.controller, is_enabled=True, command=compile_command)
+        await compile_scheduler_in_background(one.controller, is_enabled=True, command=compile_command)
         await owner.submit(gpus=1)
         second = await agent.start_next()
         assert not planner._scheduler.allocations.uses_python_placer
@@ -264,7 +264,7 @@ async def test_log_says_how_to_compile_when_compile_ahead_is_off(
     caplog.set_level("INFO")
     async with running_controller(tmp_path / "s") as one:
         assert one.controller is not None
-        await compile_in_background(one.controller, is_enabled=False, command=compile_command)
+        await compile_scheduler_in_background(one.controller, is_enabled=False, command=compile_command)
         assert "to compile the scheduler library, run: python -m genie.native genie_scheduler" in caplog.text
         assert not one.controller.try_use_compiled_scheduler()
 

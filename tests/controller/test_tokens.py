@@ -9,7 +9,7 @@ from genie.config.sections import ControllerConfig
 from genie.controller.election import Election, StoreHealth
 from genie.controller.ledger import Ledger
 from genie.controller.store import Put
-from genie.controller.tokens import Tokens
+from genie.controller.tokens import TokenRegistry
 from genie.errors import StoreUnavailableError
 from genie.model.tenant import TokenKind
 from genie.sim.store import MemoryStore
@@ -25,19 +25,19 @@ async def test_cached_token_is_accepted_for_a_minute_without_the_store(
     ledger = Ledger(
         store, Election(store, clock=clock, name="two", ttl_s=5.0, health=health), health, clock=clock
     )
-    tokens = Tokens(ledger, store, config=ControllerConfig(), clock=clock, random_bytes=bytes, pin="-")
+    tokens = TokenRegistry(ledger, store, config=ControllerConfig(), clock=clock, random_bytes=bytes, pin="-")
     token = new_token(TokenKind.USER, token_id="00" * 6, secret=bytes(SECRET_BYTES), pin="-")
     record = new_token_record(token, now=clock.wall_s(), tenant="red")
     await store.commit([], [Put(ledger.tokens.prefix + token.token_id, msgspec.json.encode(record))])
-    assert (await tokens.identify(str(token))).tenant == "red"
+    assert (await tokens.authenticate_token(str(token))).tenant == "red"
 
     async def fail(*arguments: object, **settings: object) -> object:
         raise StoreUnavailableError("the store does not respond")
 
     monkeypatch.setattr(store, "get", fail)
     await clock.advance(59)
-    assert (await tokens.identify(str(token))).tenant == "red"
+    assert (await tokens.authenticate_token(str(token))).tenant == "red"
     await clock.advance(2)
     with pytest.raises(StoreUnavailableError):
-        await tokens.identify(str(token))
+        await tokens.authenticate_token(str(token))
     await store.close()

@@ -45,11 +45,11 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted_work": "sets it on the future",
     "genie/controller/ledger.py::Ledger._commit_next_batch": "_fail_writes() sets it on the futures",
     "genie/controller/ledger.py::Ledger.write_each": "returned to the caller as the result of its write",
-    "genie/controller/ledger.py::Ledger._try_add_write": "_resolve_write() sets it on the future",
+    "genie/controller/ledger.py::Ledger._try_build_write_into_batch": "_resolve_write() sets it",
     "genie/controller/ledger.py::Ledger._commit_batch": "Quarantine.add() logs it",
-    "genie/controller/quarantine.py::Quarantine.isolate_errors": "Quarantine.add() logs it",
+    "genie/controller/quarantine.py::Quarantine.quarantine_row_on_error": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_or_quarantine": "Quarantine.add() logs it",
-    "genie/controller/steps.py::PeriodicSteps.run": "_record() logs it",
+    "genie/controller/periodic_steps.py::PeriodicStepRunner.run_steps": "_record_step_failure() logs it",
     "genie/grid/remote/core.py::RequestLoop._execute": (
         "the caller gets it with its traceback; a node has no log"
     ),

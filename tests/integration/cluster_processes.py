@@ -22,7 +22,7 @@ from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
 from genie.runtime.network import TcpNetwork
-from genie.supervisor.child import Child, python_command
+from genie.supervisor.child import Child, python_module_command
 from genie.supervisor.local_cluster import make_owner_access
 from tests.waiting import until
 
@@ -61,8 +61,8 @@ class ClusterProcess:
     async def stop(self) -> None:
         await self._child.stop(grace_s=STOP_TIMEOUT_S)
 
-    def check_alive(self) -> None:
-        self._child.check_alive()
+    def check_not_exited(self) -> None:
+        self._child.check_not_exited()
 
 
 class ClusterProcesses:
@@ -108,7 +108,7 @@ class ClusterProcesses:
         standby.start()
 
         def read_address() -> LocalCluster | None:
-            standby.check_alive()
+            standby.check_not_exited()
             return LocalCluster.read(state_dir)
 
         found = await until(read_address, timeout_s=30, what="the standby listens")
@@ -123,7 +123,7 @@ class ClusterProcesses:
         self.agents[node_id].start()
 
         async def find_new_registration() -> NodeInfo | None:
-            self.agents[node_id].check_alive()
+            self.agents[node_id].check_not_exited()
             known = (await self._fetch_node_views()).get(node_id)
             fresh = known is not None and known.info.incarnation > before
             return known.info if known and fresh and known.info.status is NodeStatus.HEALTHY else None
@@ -155,7 +155,7 @@ class ClusterProcesses:
 
     def _make_controller(self, state_dir: Path) -> ClusterProcess:
         return ClusterProcess(
-            Child("controller", command=python_command(self._controller_module), state_dir=state_dir),
+            Child("controller", command=python_module_command(self._controller_module), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", self._store],
         )
 
@@ -173,7 +173,7 @@ class ClusterProcesses:
             network=TcpNetwork(),
         )
         self.agents[node_id] = ClusterProcess(
-            Child("agent", command=python_command("genie.agent"), state_dir=state_dir),
+            Child("agent", command=python_module_command("genie.agent"), state_dir=state_dir),
             ["--state-dir", str(state_dir), "--node-id", node_id],
         )
 
@@ -182,7 +182,7 @@ class ClusterProcesses:
             return {view.info.node_id: view for view in await client.nodes()}
 
     def _read_controller_address(self, state_dir: Path) -> LocalCluster | None:
-        self.controller.check_alive()
+        self.controller.check_not_exited()
         return LocalCluster.read(state_dir) if (state_dir / OWNER_TOKEN_FILE).exists() else None
 
     def _make_state_dir(self, name: str) -> Path:

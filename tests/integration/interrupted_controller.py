@@ -19,7 +19,7 @@ from genie.controller import __main__ as controller_main
 from genie.controller import ledger
 from genie.controller.jobs import changes
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.controller.store.limits import check_transaction
+from genie.controller.store.limits import check_transaction_and_get_size_bytes
 from genie.errors import RowTooLargeError
 
 MODULE = "tests.integration.interrupted_controller"
@@ -32,7 +32,7 @@ def _arm_kill_in_next_release(state_dir: Path) -> None:
     _armed.set()
     changes._RELEASE_TXN_NODES_MAX = 1
     ledger.TXN_OPS_MAX = 0  # so that every transaction is checked
-    ledger.check_transaction = _check_small_transaction
+    ledger.check_transaction_and_get_size_bytes = _check_small_transaction
     (state_dir / ARMED_FILE).touch()
 
 
@@ -41,7 +41,7 @@ def _check_small_transaction(
 ) -> int:
     if sum(operation.key.startswith("ledger/") for operation in operations) > 1:
         raise RowTooLargeError("the transaction has the rows of several nodes")
-    return check_transaction(compares, operations)
+    return check_transaction_and_get_size_bytes(compares, operations)
 
 
 async def _open_store(*arguments: Any, **more: Any) -> Store:

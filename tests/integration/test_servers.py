@@ -165,7 +165,7 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     assert failed.returncode != 0
     assert "removed etcd member" in failed.stdout + failed.stderr
     assert not [path for path in ("controller", "etcd", "owner.token") if (second.state_dir / path).exists()]
-    assert process_records.read_record(second.state_dir, "etcd") is None
+    assert process_records.read_process_record(second.state_dir, "etcd") is None
     member = LocalMember.read(first.state_dir)
     assert member is not None
     async with open_etcd_cluster(member.address(first.state_dir)) as cluster:

@@ -18,7 +18,7 @@ from genie.model.job import JobState, Resources
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE, LocalCluster
-from genie.supervisor.child import Child, python_command
+from genie.supervisor.child import Child, python_module_command
 from genie.supervisor.local_cluster import make_owner_access
 from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcess, ClusterProcesses, run_cluster_processes
@@ -56,14 +56,14 @@ def _copy_certificate_authority(source: Path, target: Path) -> None:
 
 @asynccontextmanager
 async def run_controller(state_dir: Path, *, port: int, store: str = "sqlite") -> AsyncIterator[LocalCluster]:
-    child = Child("controller", command=python_command("genie.controller"), state_dir=state_dir)
+    child = Child("controller", command=python_module_command("genie.controller"), state_dir=state_dir)
     bind = ["--bind", "127.0.0.1", "--port", str(port), "--store", store]
     process = ClusterProcess(child, ["--state-dir", str(state_dir), *bind])
     (state_dir / "local.json").unlink(missing_ok=True)
     process.start()
 
     def read_address() -> LocalCluster | None:
-        process.check_alive()
+        process.check_not_exited()
         return LocalCluster.read(state_dir) if (state_dir / OWNER_TOKEN_FILE).exists() else None
 
     try:

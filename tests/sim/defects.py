@@ -134,7 +134,7 @@ def _plant_unlimited_requests(patch: pytest.MonkeyPatch) -> None:
     ) -> Message:
         return await handle()
 
-    patch.setattr(RequestLimits, "charge", lambda self, usage, request, **options: None)
+    patch.setattr(RequestLimits, "check_and_charge_request", lambda self, usage, request, **options: None)
     patch.setattr(RequestLimits, "run_list_request", run_list)
 
 
@@ -155,7 +155,7 @@ def _plant_unfair_history(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
     """A tenant can evict the new blobs of others."""
-    patch.setattr("genie.controller.blobs.storage.PINNED_AFTER_USE_S", 0.0)
+    patch.setattr("genie.controller.blobs.storage.BLOB_PINNED_AFTER_USE_S", 0.0)
 
 
 def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
@@ -187,13 +187,13 @@ def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 term = group.create_task(self._run_term())
-                await self._election.hold_leadership()
+                await self._election.hold_leadership_until_term_ends()
                 term.cancel()
         finally:
             del self._try_begin_term
         return self._has_term_begun
 
-    patch.setattr(Controller, "_lead", lead)
+    patch.setattr(Controller, "_lead_one_term", lead)
 
 
 def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from genie.errors import LaunchError
 from genie.supervisor import child as children
 from genie.supervisor import process_records
 from genie.supervisor.child import (
-    BACKOFF_S_MAX,
+    RESTART_BACKOFF_S_MAX,
     Child,
-    python_command,
+    python_module_command,
     restart_backoff_s,
     rotate_log_if_large,
 )
@@ -39,7 +39,7 @@ async def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "stand_in.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
-    made = Child("agent", command=python_command("stand_in"), state_dir=tmp_path)
+    made = Child("agent", command=python_module_command("stand_in"), state_dir=tmp_path)
     yield made
     await made.stop(grace_s=5)
 
@@ -54,7 +54,7 @@ async def test_child_has_its_own_session_a_record_and_a_private_log(child: Child
     await until(lambda: read_started_pids(tmp_path))
     assert child.pid is not None
     assert os.getsid(child.pid) == child.pid
-    record = process_records.read_record(tmp_path, "agent")
+    record = process_records.read_process_record(tmp_path, "agent")
     assert record is not None
     assert record.pid == child.pid
     assert child.log_path.stat().st_mode & 0o777 == 0o600
@@ -64,18 +64,20 @@ async def test_child_has_its_own_session_a_record_and_a_private_log(child: Child
 async def test_child_whose_record_cannot_be_written_is_started_once_and_ended(
     child: Child, tmp_path: Path
 ) -> None:
-    run = tmp_path / process_records.RECORDS_FOLDER
+    run = tmp_path / process_records.PROCESS_RECORDS_FOLDER
     run.write_text("stands in for a full disk: no record can be written")
     child.start([str(tmp_path / "pids")])
     watching = asyncio.create_task(child.restart_after_crashes(lambda reason: None))
     await until(lambda: read_started_pids(tmp_path))
-    assert process_records.read_record(tmp_path, "agent") is None
+    assert process_records.read_process_record(tmp_path, "agent") is None
     run.unlink()
-    await until(lambda: process_records.read_record(tmp_path, "agent"), what="the record is written later")
+    await until(
+        lambda: process_records.read_process_record(tmp_path, "agent"), what="the record is written later"
+    )
     assert read_started_pids(tmp_path) == [child.pid]
     watching.cancel()
     await child.stop(grace_s=5)
-    assert not process_records.make_record("agent", read_started_pids(tmp_path)[0])
+    assert not process_records.make_process_record("agent", read_started_pids(tmp_path)[0])
 
 
 async def test_check_alive_quotes_only_the_log_of_the_last_start(child: Child, tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ async def test_check_alive_quotes_only_the_log_of_the_last_start(child: Child, t
     child.start([str(tmp_path / "pids"), "3"])
     await until(lambda: child.exit_code() is not None)
     with pytest.raises(LaunchError, match=r"exit code 3; its last output:\n  hello from the child") as caught:
-        child.check_alive()
+        child.check_not_exited()
     assert "earlier" not in str(caught.value)
 
 
@@ -95,14 +97,14 @@ async def test_child_imports_nothing_from_the_current_directory(
     monkeypatch.chdir(tmp_path)
     child.start([str(tmp_path / "pids")])
     await until(lambda: read_started_pids(tmp_path))
-    child.check_alive()
+    child.check_not_exited()
 
 
 async def test_stop_ends_the_child_and_removes_its_record(child: Child, tmp_path: Path) -> None:
     child.start([str(tmp_path / "pids")])
     await child.stop(grace_s=5)
     assert child.exit_code() == -signal.SIGTERM
-    assert process_records.read_record(tmp_path, "agent") is None
+    assert process_records.read_process_record(tmp_path, "agent") is None
     await child.stop(grace_s=5)
 
 
@@ -110,7 +112,7 @@ async def test_check_alive_quotes_the_log_of_a_crashed_child(child: Child, tmp_p
     child.start([str(tmp_path / "pids"), "3"])
     await until(lambda: child.exit_code() is not None)
     with pytest.raises(LaunchError, match=r"the agent ended with exit code 3.*\n  hello from the child"):
-        child.check_alive()
+        child.check_not_exited()
 
 
 async def test_crashed_child_is_restarted_with_the_same_arguments(child: Child, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_restart_delay_doubles_up_to_five_seconds() -> None:
         delays.append(restart_backoff_s(crashes, now=now))
         now += delays[-1]
     assert delays[:6] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0])
-    assert set(delays[6:]) == {BACKOFF_S_MAX}
+    assert set(delays[6:]) == {RESTART_BACKOFF_S_MAX}
 
 
 def test_restart_delay_ignores_old_crashes() -> None:
@@ -154,7 +156,7 @@ def test_restart_delay_ignores_old_crashes() -> None:
 
 
 def test_oversized_log_is_rotated_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "LOG_BYTES_MAX", 100)
+    monkeypatch.setattr(children, "CHILD_LOG_BYTES_MAX", 100)
     log = tmp_path / "agent.log"
     with log.open("ab") as held_by_child:
         held_by_child.write(b"x" * 101)

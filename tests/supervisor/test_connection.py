@@ -88,7 +88,7 @@ async def test_command_for_another_port_fails_at_once(tmp_path: Path, unused_tcp
 
 
 async def test_command_waits_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "RESTART_WAIT_S_MAX", 0.3)
+    monkeypatch.setattr(connection, "CONTROLLER_RESTART_WAIT_S_MAX", 0.3)
     network = CountingNetwork()
     async with running_controller(tmp_path, tls="on", clock=SystemClock()) as one:
         assert record_process(one.state_dir, SUPERVISOR, os.getpid(), ready=True)

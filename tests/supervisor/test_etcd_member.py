@@ -16,7 +16,11 @@ from genie import config
 from genie.agent.identity import AGENTS_DIR
 from genie.cluster.client import open_client
 from genie.config import Settings
-from genie.controller.etcd.local_member import LocalMember, certificate_paths, data_directory
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    etcd_certificate_and_key_paths,
+    etcd_data_directory,
+)
 from genie.controller.etcd.membership import open_etcd_cluster
 from genie.controller.store.open import open_store
 from genie.errors import (
@@ -98,10 +102,10 @@ def test_full_disk_is_refused_and_small_or_slow_disk_is_reported(
     free_bytes = 100 << 20
     monkeypatch.setattr(etcd_member.shutil, "disk_usage", lambda _path: _DiskUsage(0, 0, free_bytes))
     with pytest.raises(StoreFullError, match="100 MiB of free disk space"):
-        etcd_member.check_disk(tmp_path, quota_bytes=1 << 30, progress=lines.append)
+        etcd_member.check_disk_for_etcd(tmp_path, quota_bytes=1 << 30, progress=lines.append)
     free_bytes = 512 << 20
     monkeypatch.setattr(etcd_member, "measure_fsync_s", lambda _path: 0.05)
-    etcd_member.check_disk(tmp_path, quota_bytes=1 << 30, progress=lines.append)
+    etcd_member.check_disk_for_etcd(tmp_path, quota_bytes=1 << 30, progress=lines.append)
     assert [line for line in lines if "1024 MiB that the store may use" in line]
     assert [line for line in lines if "takes 50 ms to sync" in line]
 
@@ -115,7 +119,7 @@ def test_state_directory_with_a_sqlite_store_is_not_replaced_by_etcd(tmp_path: P
     (tmp_path / "controller").mkdir()
     (tmp_path / "controller" / "store.sqlite3").touch()
     with pytest.raises(ConfigError, match=r"store\.sqlite3"):
-        etcd_member.with_local_member(load_settings(tmp_path))
+        etcd_member.with_settings_of_local_member(load_settings(tmp_path))
 
 
 def test_server_keeps_its_store_and_address_without_options(tmp_path: Path) -> None:
@@ -123,10 +127,10 @@ def test_server_keeps_its_store_and_address_without_options(tmp_path: Path) -> N
         name="n1", host="127.0.0.2", client_port=1, peer_port=2, bind="127.0.0.2", controller_port=5701
     )
     member.write(tmp_path)
-    filled = etcd_member.with_local_member(config.load({"paths.state_dir": tmp_path})).controller
+    filled = etcd_member.with_settings_of_local_member(config.load({"paths.state_dir": tmp_path})).controller
     assert (filled.store, filled.bind, filled.port) == ("etcd", "127.0.0.2", 5701)
     with pytest.raises(ConfigError, match="has an etcd member"):
-        etcd_member.with_local_member(
+        etcd_member.with_settings_of_local_member(
             config.load({"paths.state_dir": tmp_path, "controller.store": "sqlite:/tmp/other"})
         )
 
@@ -161,7 +165,7 @@ async def test_up_with_store_etcd_runs_and_restarts_a_private_member(
 ) -> None:
     state_dir = tmp_path / "state"
     assert set(cluster.pids) == {"etcd", "controller", "agent"}
-    assert data_directory(state_dir).stat().st_mode & 0o777 == 0o700
+    assert etcd_data_directory(state_dir).stat().st_mode & 0o777 == 0o700
     member = LocalMember.read(state_dir)
     assert member is not None
     async with open_etcd_cluster(member.address(state_dir)) as etcd:
@@ -185,7 +189,7 @@ async def test_up_with_store_etcd_runs_and_restarts_a_private_member(
         await until(has_store, timeout_s=30, what="the controller uses the store again")
     pid = cluster.pids["etcd"]
     await local_cluster.stop_running_cluster(state_dir)
-    assert process_records.read_record(state_dir, "etcd") is None
+    assert process_records.read_process_record(state_dir, "etcd") is None
     identity = ProcessIdentity.of_pid(pid)
     assert identity is None or not identity.is_alive
 
@@ -197,7 +201,7 @@ async def test_etcd_rejects_certificates_of_other_roles(
     member = LocalMember.read(state_dir)
     assert member is not None
     address = member.address(state_dir)
-    assert address.certificate_file == certificate_paths(state_dir)[0]
+    assert address.certificate_file == etcd_certificate_and_key_paths(state_dir)[0]
     node_dir = state_dir / AGENTS_DIR / "n1"
     others = [
         (node_dir / "node.pem", node_dir / "node.key"),

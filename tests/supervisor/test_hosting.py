@@ -112,7 +112,7 @@ async def test_server_logs_that_it_joins_an_address_of_another_machine(
     caplog.set_level("INFO")
     settings = config.load({"paths.state_dir": tmp_path, "cluster.master_addr": "192.0.2.1"})
     async with AsyncExitStack() as stack:
-        assert await hosting.host_cluster(settings, stack, timeout_s=5) == (settings, False)
+        assert await hosting.start_or_find_cluster(settings, stack, timeout_s=5) == (settings, False)
     assert "192.0.2.1 is not an address of this machine" in caplog.text
 
 
@@ -134,7 +134,7 @@ async def test_server_without_address_uses_the_cluster_of_this_machine(tmp_path:
         port = other.getsockname()[1]
         settings = config.load({"paths.state_dir": tmp_path, "cluster.master_port": port})
         async with AsyncExitStack() as stack:
-            assert await hosting.host_cluster(settings, stack, timeout_s=5) == (settings, False)
+            assert await hosting.start_or_find_cluster(settings, stack, timeout_s=5) == (settings, False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "0x0", "0.0", "::0", "::ffff:0.0.0.0"])
@@ -223,7 +223,7 @@ async def run_server_without_processes(
     )
     write_private(settings.paths.state_dir / "owner.token", make_token(TokenKind.OWNER, OWN_PIN).encode())
     async with AsyncExitStack() as stack:
-        _, is_hosted = await hosting.host_cluster(settings, stack, timeout_s=5)
+        _, is_hosted = await hosting.start_or_find_cluster(settings, stack, timeout_s=5)
     assert is_hosted
 
 

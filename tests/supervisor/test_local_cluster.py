@@ -422,11 +422,11 @@ async def _check_other_clusters_are_distinguished(
     running = local_cluster.find_running_cluster(state_dir)
     assert running is not None
     assert running.node_id == agent.node_id
-    local_cluster.check_agent_cluster(running, joined.cluster, state_dir=state_dir)
+    local_cluster.check_agent_is_of_cluster(running, joined.cluster, state_dir=state_dir)
     other = new_token(TokenKind.OWNER, token_id="owner9", secret=b"\x01" * 32, pin="a" * 43)
     elsewhere = replace(joined.cluster, token=str(other))
     with pytest.raises(AgentRunningError, match=r"cannot join 127\.0\.0\.1"):
-        local_cluster.check_agent_cluster(running, elsewhere, state_dir=state_dir)
+        local_cluster.check_agent_is_of_cluster(running, elsewhere, state_dir=state_dir)
 
 
 async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_address(
@@ -469,12 +469,12 @@ async def test_standby_reports_the_leader_and_its_agent_joins_there(
     here = LocalCluster("127.0.0.1", controller.port, "c1")
     supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress)
     controller.leader = "10.0.0.7:5555"
-    access = await supervisor.find_leader(here)
+    access = await supervisor.find_access_to_leader(here)
     assert access is not None
     assert (access.master_addr, access.master_port, access.token) == ("10.0.0.7", 5555, str(TOKEN))
     assert progress.lines == ["standby: the leader is 10.0.0.7:5555"]
     (state_dir / "owner.token").unlink()
-    assert await supervisor.find_leader(here) is None
+    assert await supervisor.find_access_to_leader(here) is None
     assert progress.has("copy owner.token from the state directory of the first controller to")
 
 

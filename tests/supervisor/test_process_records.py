@@ -27,17 +27,17 @@ def sleeping_process() -> Iterator[Sleeper]:
 
 def test_record_is_private_and_round_trips(tmp_path: Path, sleeping_process: Sleeper) -> None:
     written = process_records.record_process(tmp_path, "agent", sleeping_process.pid, ready=True)
-    assert written == process_records.read_record(tmp_path, "agent")
+    assert written == process_records.read_process_record(tmp_path, "agent")
     path = tmp_path / "run" / "agent.json"
     assert path.stat().st_mode & 0o777 == 0o600
-    process_records.remove_record(tmp_path, "agent")
-    assert process_records.read_record(tmp_path, "agent") is None
+    process_records.remove_process_record(tmp_path, "agent")
+    assert process_records.read_process_record(tmp_path, "agent") is None
 
 
 def test_read_record_ignores_an_ended_process(tmp_path: Path, sleeping_process: Sleeper) -> None:
     process_records.record_process(tmp_path, "agent", sleeping_process.pid)
     sleeping_process.kill()
-    wait_until(lambda: process_records.read_record(tmp_path, "agent") is None)  # still a zombie here
+    wait_until(lambda: process_records.read_process_record(tmp_path, "agent") is None)  # still a zombie here
     sleeping_process.wait()
     assert process_records.record_process(tmp_path, "agent", sleeping_process.pid) is None
 
@@ -48,7 +48,7 @@ async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeping_process: S
     path = tmp_path / "run" / "agent.json"
     body = json.loads(path.read_text())
     path.write_text(json.dumps(body | {"start": body["start"] + "1"}))
-    assert process_records.read_record(tmp_path, "agent") is None
+    assert process_records.read_process_record(tmp_path, "agent") is None
     recycled = process_records.ProcessRecord(
         name="agent", identity=process_records.ProcessIdentity(record.pid, record.identity.start_mark + "1")
     )
@@ -60,7 +60,7 @@ async def test_reused_pid_is_never_signalled(tmp_path: Path, sleeping_process: S
 def test_invalid_record_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "agent.json").write_text(text)
-    assert process_records.read_record(tmp_path, "agent") is None
+    assert process_records.read_process_record(tmp_path, "agent") is None
 
 
 async def test_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_failed_name_server_does_not_delay_the_error(
 ) -> None:
     answer = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(60) and [])
-    monkeypatch.setattr(this_machine, "HINT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(this_machine, "LOCAL_CLUSTER_HINT_TIMEOUT_S", 0.01)
     monkeypatch.setattr(call_thread, "CLOSE_TIMEOUT_S", 0.01)
     HERE.write(tmp_path)
     try:

@@ -99,9 +99,9 @@ def up(
         {**given, "controller.tls": tls, **_label_and_rack_settings(label, rack)}, keep_info_logs=True
     )
     from genie.controller.nodes.admission import check_bind_address
-    from genie.supervisor.etcd_member import with_local_member
+    from genie.supervisor.etcd_member import with_settings_of_local_member
 
-    settings = with_local_member(settings)
+    settings = with_settings_of_local_member(settings)
     check_bind_address(settings.controller)
     if detach:
         from genie.cli import background
@@ -388,7 +388,7 @@ def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        process_records.remove_record(state_dir, local_cluster.SUPERVISOR)
+        process_records.remove_process_record(state_dir, local_cluster.SUPERVISOR)
 
 
 async def _print_started_cluster(settings: Settings) -> None:

@@ -24,7 +24,7 @@ from genie.errors import ConfigError, TokenMissingError, UnreachableError, Usage
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.controller.backups.backup_file import BackupHeader, BackupReader
-    from genie.controller.backups.restore import Restored
+    from genie.controller.backups.restore import RestoreResult
     from genie.controller.store import Store
     from genie.processes.tasks import Offload
 
@@ -116,9 +116,9 @@ def restore(
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
 
 
-async def _restore_backup_file(settings: Settings, path: Path, *, generation: int | None) -> Restored:
+async def _restore_backup_file(settings: Settings, path: Path, *, generation: int | None) -> RestoreResult:
     from genie.controller.backups.backup_file import BackupReader
-    from genie.controller.state_directory import lock_controller_directory, record_location
+    from genie.controller.controller_directory import lock_controller_directory, record_directory_location
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
@@ -129,13 +129,13 @@ async def _restore_backup_file(settings: Settings, path: Path, *, generation: in
             restored = await _restore_into_store(
                 store, settings, reader, generation=generation, offload=offload
             )
-        record_location(directory)
+        record_directory_location(directory)
         return restored
 
 
 async def _restore_into_store(
     store: Store, settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
-) -> Restored:
+) -> RestoreResult:
     from genie.controller.backups.restore import next_generation, restore_backup
 
     return await restore_backup(
@@ -162,14 +162,14 @@ def adopt_state_directory(invocation: Invocation) -> None:
 
 async def _adopt_and_get_generation(settings: Settings) -> int:
     from genie.controller.backups.restore import adopt_store
-    from genie.controller.state_directory import lock_controller_directory, record_location
+    from genie.controller.controller_directory import lock_controller_directory, record_directory_location
 
     _check_store_exists(settings)
     directory = _controller_dir(settings)
     with lock_controller_directory(directory):
         async with _open_store(settings) as store:
             cluster = await adopt_store(store, store_name=_store_name(settings), now_s=time.time())
-        record_location(directory)
+        record_directory_location(directory)
     return cluster.generation if cluster else 0
 
 
@@ -198,11 +198,11 @@ def migrate(
     _print_next_steps(target, ca_pin=restored.cluster.ca_pin)
 
 
-async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, Restored]:
+async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, RestoreResult]:
     """Back up the store of the settings and restore it into that of `target`."""
     from genie.controller.backups.backup_file import BackupReader
     from genie.controller.backups.restore import check_store_empty, check_store_unused
-    from genie.controller.state_directory import lock_controller_directory
+    from genie.controller.controller_directory import lock_controller_directory
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
@@ -287,11 +287,11 @@ async def _write_backup_of_controller_or_store(
 
 
 async def _write_backup_of_store(store: Store, path: Path, *, offload: Offload) -> BackupHeader:
-    from genie.controller.backups.backup import open_store_source, write_backup
+    from genie.controller.backups.backup import open_store_backup_source, write_backup
     from genie.processes.clock import SystemClock
 
     return await write_backup(
-        lambda: open_store_source(store),
+        lambda: open_store_backup_source(store),
         path,
         clock=SystemClock(),
         offload=offload,

@@ -43,7 +43,7 @@ from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
 from genie.runtime.network import Network, TcpNetwork, local_address_towards
 from genie.runtime.network_discovery import DiscoveryResult
 from genie.runtime.network_interfaces import InterfaceMeter
-from genie.supervisor.connection import remember_servers
+from genie.supervisor.connection import store_controller_addresses
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 
@@ -201,7 +201,7 @@ class SessionStartup:
         is_hosted = False
         self._settings = hosting.with_node_id_of_agent(self._settings)
         if self._settings.cluster.node_role == "server":
-            self._settings, is_hosted = await hosting.host_cluster(
+            self._settings, is_hosted = await hosting.start_or_find_cluster(
                 self._settings, self._exit_stack, timeout_s=self._call_timeout_s
             )
         if not is_hosted:
@@ -266,7 +266,7 @@ class SessionStartup:
         async with add_local_cluster_hint(access.host, access.port, state_dir=state_dir):
             connection = await self._exit_stack.enter_async_context(opening)
         welcome = await connection.wait_for_first_connection()
-        await remember_servers(connection, state_dir)
+        await store_controller_addresses(connection, state_dir)
         state.cluster_id, state.tenant = welcome.cluster_id, welcome.tenant
         state.control_integration = connection
         here = await asyncio.to_thread(local_address_towards, access.host, access.port)

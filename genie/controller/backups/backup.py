@@ -1,8 +1,8 @@
 """Takes a backup of the store while controllers run: all rows at one revision, written to one file.
 
-`write_backup` reads from a `BackupSource`: `open_store_source` for a store that this process has open, and
-cluster/store_backup.py for the store of a running controller (requests/backups.py). The file format is in
-backup_file.py; restoring is in restore.py.
+`write_backup` reads from a `BackupSource`: `open_store_backup_source` for a store that this process has
+open, and cluster/store_backup.py for the store of a running controller (requests/backups.py). The file format
+is in backup_file.py; restoring is in restore.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from genie.processes.clock import Clock
 from genie.processes.tasks import Offload
 from genie.version import __version__
 
-_ATTEMPTS_MAX = 3
-_GET_TIMEOUT_S = 30.0
+_BACKUP_ATTEMPTS_MAX = 3
+_STORE_READ_TIMEOUT_S = 30.0
 
 BackupProgress = Callable[[int, int], None]
 """Receives the rows and the bytes so far."""
@@ -47,7 +47,7 @@ class BackupSource(Protocol):
     async def read_chunk(self) -> EncodedRows: ...
 
 
-class StoreSource:
+class StoreBackupSource:
     """Reads a snapshot of an open store."""
 
     def __init__(self, snapshot: Snapshot, cluster: ClusterRecord) -> None:
@@ -64,17 +64,17 @@ class StoreSource:
 
 
 @asynccontextmanager
-async def open_store_source(store: Store) -> AsyncIterator[StoreSource]:
+async def open_store_backup_source(store: Store) -> AsyncIterator[StoreBackupSource]:
     """Raises BackupError if the store has no cluster."""
     assert isinstance(store, SnapshotStore), "every engine has snapshots"
-    cluster = await read_cluster_record(store, timeout_s=_GET_TIMEOUT_S)
+    cluster = await read_cluster_record(store, timeout_s=_STORE_READ_TIMEOUT_S)
     if cluster is None:
         raise BackupError(
             "there is nothing to back up: the store contains no cluster",
             hint="check the store URL and GENIE_STATE_DIR",
         )
-    async with store.snapshot(timeout_s=_GET_TIMEOUT_S) as snapshot:
-        yield StoreSource(snapshot, cluster)
+    async with store.snapshot(timeout_s=_STORE_READ_TIMEOUT_S) as snapshot:
+        yield StoreBackupSource(snapshot, cluster)
 
 
 async def write_backup(
@@ -87,11 +87,13 @@ async def write_backup(
 ) -> BackupHeader:
     """Write all rows of one revision to a new file and return its header. If the store compacts that revision
     meanwhile, start over with a new one."""
-    for _ in range(_ATTEMPTS_MAX):
+    for _ in range(_BACKUP_ATTEMPTS_MAX):
         writer = await offload(partial(BackupWriter, path))
         try:
             async with open_source() as source:
-                return await _copy_rows(source, writer, clock=clock, offload=offload, progress=progress)
+                return await _write_backup_rows(
+                    source, writer, clock=clock, offload=offload, progress=progress
+                )
         except CompactedError:
             continue
         finally:
@@ -102,7 +104,7 @@ async def write_backup(
     )
 
 
-async def _copy_rows(
+async def _write_backup_rows(
     source: BackupSource, writer: BackupWriter, *, clock: Clock, offload: Offload, progress: BackupProgress
 ) -> BackupHeader:
     header = BackupHeader(

@@ -25,11 +25,11 @@ from genie.errors import BackupError, StoreFullError, StoreVersionError
 from genie.processes import files
 
 FORMAT_VERSION = 1
-_MAGIC = b"GENIEBK\n"
-_PREFIX = struct.Struct(">8sI32s")
+_BACKUP_FILE_MAGIC = b"GENIEBK\n"
+_MAGIC_SIZE_AND_CHECKSUM = struct.Struct(">8sI32s")
 _ROW_SIZES = struct.Struct(">II")
 _HEADER_AREA_BYTES = 1024
-_READ_BYTES = 1024 * 1024
+_CHECKSUM_READ_BYTES = 1024 * 1024
 
 BackupRow = tuple[str, bytes]
 """Key and value."""
@@ -71,7 +71,7 @@ class BackupWriter:
         self._temporary_path = path.with_name(f".{path.name}.{os.getpid()}.new")
         self._digest = hashlib.sha256()
         self._body_bytes = 0
-        _check_replaceable(path)
+        _check_absent_or_backup(path)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self._temporary_path, flags, 0o600)
@@ -95,10 +95,13 @@ class BackupWriter:
             header, row_count=row_count, body_bytes=self._body_bytes, body_sha256=self._digest.hexdigest()
         )
         body = msgspec.json.encode(header)
-        assert _PREFIX.size + len(body) <= _HEADER_AREA_BYTES, "the header is too large"
+        assert _MAGIC_SIZE_AND_CHECKSUM.size + len(body) <= _HEADER_AREA_BYTES, "the header is too large"
         try:
             self._file.seek(0)
-            self._file.write(_PREFIX.pack(_MAGIC, len(body), hashlib.sha256(body).digest()) + body)
+            self._file.write(
+                _MAGIC_SIZE_AND_CHECKSUM.pack(_BACKUP_FILE_MAGIC, len(body), hashlib.sha256(body).digest())
+                + body
+            )
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -144,7 +147,7 @@ class BackupReader:
         """Compares size and checksum. Raises BackupError if the file is damaged."""
         digest, size_bytes = hashlib.sha256(), 0
         with self._open_body() as file:
-            while data := file.read(_READ_BYTES):
+            while data := file.read(_CHECKSUM_READ_BYTES):
                 digest.update(data)
                 size_bytes += len(data)
         if size_bytes != self.header.body_bytes:
@@ -184,14 +187,14 @@ class BackupReader:
             raise self._damaged_error("a key is not UTF-8") from None
 
     def _decode_header(self, area: bytes) -> BackupHeader:
-        if not area.startswith(_MAGIC):
+        if not area.startswith(_BACKUP_FILE_MAGIC):
             raise BackupError(
                 f"{self._path} is not a backup of a store", hint="create one: genie store backup FILE"
             )
         if len(area) < _HEADER_AREA_BYTES:
             raise self._damaged_error("its header is incomplete")
-        _, size_bytes, checksum = _PREFIX.unpack_from(area)
-        body = area[_PREFIX.size : _PREFIX.size + size_bytes]
+        _, size_bytes, checksum = _MAGIC_SIZE_AND_CHECKSUM.unpack_from(area)
+        body = area[_MAGIC_SIZE_AND_CHECKSUM.size : _MAGIC_SIZE_AND_CHECKSUM.size + size_bytes]
         if hashlib.sha256(body).digest() != checksum:
             raise self._damaged_error("the checksum of its header does not match")
         try:
@@ -212,11 +215,11 @@ class BackupReader:
         )
 
 
-def _check_replaceable(path: Path) -> None:
+def _check_absent_or_backup(path: Path) -> None:
     """Only a backup may be replaced: a mistyped name must not destroy another file."""
     try:
         with path.open("rb") as file:
-            is_backup = file.read(len(_MAGIC)) == _MAGIC
+            is_backup = file.read(len(_BACKUP_FILE_MAGIC)) == _BACKUP_FILE_MAGIC
     except FileNotFoundError:
         return
     except OSError as error:

@@ -36,19 +36,19 @@ from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX
 from genie.processes.tasks import Offload
 
-_EPOCH_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
-_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_KEY)
+_EPOCH_COUNTER_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
+_KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
 _EPOCHS_PER_GENERATION = 1 << 24
-_GENERATION_ZERO_S = 1_767_225_600
+_GENERATION_ZERO_TIME_S = 1_767_225_600
 """2026-01-01, from which the minutes are counted that make generations unique."""
-_BATCH_ROWS = 100
-_BATCH_BYTES_MAX = 256 * 1024
-_PAGE_ROWS = 500
-_TIMEOUT_S = 30.0
+_RESTORE_BATCH_ROWS = 100
+_RESTORE_BATCH_BYTES_MAX = 256 * 1024
+_VERIFY_PAGE_ROWS = 500
+_STORE_CALL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreResult:
     header: BackupHeader
     cluster: ClusterRecord
     row_count: int
@@ -57,7 +57,7 @@ class Restored:
 def next_generation(before: int, *, now_s: float) -> int:
     """Return a generation above `before`. Minutes are counted as well: the same backup may be restored twice,
     and the second restore must not repeat the generation of the first."""
-    minutes = int((now_s - _GENERATION_ZERO_S) // 60)
+    minutes = int((now_s - _GENERATION_ZERO_TIME_S) // 60)
     return min(max(before + 1, minutes), GENERATION_MAX)
 
 
@@ -69,7 +69,7 @@ async def restore_backup(
     generation: int,
     offload: Offload,
     progress: BackupProgress,
-) -> Restored:
+) -> RestoreResult:
     """Verify the backup, write its rows and read them back. Raises BackupError, StoreNotEmptyError and other
     StoreErrors.
 
@@ -82,35 +82,37 @@ async def restore_backup(
             hint=f"use one up to {GENERATION_MAX}",
         )
     await _prepare_empty_store(store, store_name=store_name)
-    rows = _RestoredRows(reader.rows())
+    rows = _RowsToRestore(reader.rows())
     while batch := await offload(partial(rows.next_batch)):
-        await store.commit([], [Put(key, value) for key, value in batch], timeout_s=_TIMEOUT_S)
+        await store.commit([], [Put(key, value) for key, value in batch], timeout_s=_STORE_CALL_TIMEOUT_S)
         progress(rows.row_count, rows.size_bytes)
     cluster = _raise_generation(rows.written_last, generation)
-    await _verify_rows(store, rows, store_name=store_name)
-    await _write_last_rows(store, cluster, rows.written_last, store_name=store_name)
-    return Restored(reader.header, cluster, rows.row_count + len(_WRITTEN_LAST))
+    await _verify_stored_rows(store, rows, store_name=store_name)
+    await _write_cluster_record_last(store, cluster, rows.written_last, store_name=store_name)
+    return RestoreResult(reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST))
 
 
 async def adopt_store(store: Store, *, store_name: str, now_s: float) -> ClusterRecord | None:
     """Raise the generation of a store that was moved here, so that nodes reject a controller that still runs
     with a copy of it. Return the record of the cluster; None if the store has none."""
     await check_store_unused(store, store_name=store_name)
-    if await read_cluster_record(store, timeout_s=_TIMEOUT_S) is None:
+    if await read_cluster_record(store, timeout_s=_STORE_CALL_TIMEOUT_S) is None:
         return None
-    found = {key: await store.get(key, timeout_s=_TIMEOUT_S) for key in _WRITTEN_LAST}
+    found = {key: await store.get(key, timeout_s=_STORE_CALL_TIMEOUT_S) for key in _KEYS_WRITTEN_LAST}
     rows = {key: item.value for key, item in found.items() if item is not None}
     before = msgspec.json.decode(rows[CLUSTER_KEY], type=ClusterRecord)
     cluster = _raise_generation(rows, next_generation(before.generation, now_s=now_s))
     await store.commit(
-        [Compare(LEADER_KEY, 0)], [Put(key, value) for key, value in rows.items()], timeout_s=_TIMEOUT_S
+        [Compare(LEADER_KEY, 0)],
+        [Put(key, value) for key, value in rows.items()],
+        timeout_s=_STORE_CALL_TIMEOUT_S,
     )
     return cluster
 
 
 async def check_store_unused(store: Store, *, store_name: str) -> None:
     """Raise StoreNotEmptyError if a controller leads with this store."""
-    leader = await store.get(LEADER_KEY, timeout_s=_TIMEOUT_S)
+    leader = await store.get(LEADER_KEY, timeout_s=_STORE_CALL_TIMEOUT_S)
     if leader is not None:
         record = msgspec.json.decode(leader.value, type=LeaderRecord)
         raise StoreNotEmptyError(
@@ -122,10 +124,10 @@ async def check_store_unused(store: Store, *, store_name: str) -> None:
 async def check_store_empty(store: Store, *, store_name: str) -> None:
     """Raise StoreNotEmptyError unless the store is empty or has the mark of a restore that has failed."""
     await check_store_unused(store, store_name=store_name)
-    mark = await store.get(RESTORE_MARK_KEY, timeout_s=_TIMEOUT_S)
-    if mark is not None and await store.get(CLUSTER_KEY, timeout_s=_TIMEOUT_S) is None:
+    mark = await store.get(RESTORE_MARK_KEY, timeout_s=_STORE_CALL_TIMEOUT_S)
+    if mark is not None and await store.get(CLUSTER_KEY, timeout_s=_STORE_CALL_TIMEOUT_S) is None:
         return
-    found = await store.range("", limit=1, timeout_s=_TIMEOUT_S)
+    found = await store.range("", limit=1, timeout_s=_STORE_CALL_TIMEOUT_S)
     if found.items:
         raise StoreNotEmptyError(
             f"the store {store_name} is not empty: it has the key {found.items[0].key!r}",
@@ -133,7 +135,7 @@ async def check_store_empty(store: Store, *, store_name: str) -> None:
         )
 
 
-class _RestoredRows:
+class _RowsToRestore:
     """The rows of a backup as they are restored, with a digest to compare them with the store."""
 
     def __init__(self, rows: Iterator[BackupRow]) -> None:
@@ -141,17 +143,17 @@ class _RestoredRows:
         self.row_count = 0
         self.size_bytes = 0
         self._digest = hashlib.sha256()
-        self._rows = (row for row in rows if self._is_restored(row))
+        self._rows = (row for row in rows if self._record_if_written_last_and_check_is_restored(row))
 
     def next_batch(self) -> list[BackupRow]:
         """The next rows that fit into a transaction; empty at the end. Blocks."""
         batch: list[BackupRow] = []
         batch_bytes = 0
-        for row in islice(self._rows, _BATCH_ROWS):
+        for row in islice(self._rows, _RESTORE_BATCH_ROWS):
             batch.append(row)
             batch_bytes += len(row[1])
-            update_digest(self._digest, row)
-            if batch_bytes >= _BATCH_BYTES_MAX:
+            update_digest_with_row(self._digest, row)
+            if batch_bytes >= _RESTORE_BATCH_BYTES_MAX:
                 break
         self.row_count += len(batch)
         self.size_bytes += batch_bytes
@@ -160,16 +162,16 @@ class _RestoredRows:
     def digest(self) -> bytes:
         return self._digest.digest()
 
-    def _is_restored(self, row: BackupRow) -> bool:
+    def _record_if_written_last_and_check_is_restored(self, row: BackupRow) -> bool:
         key, value = row
-        if key in _WRITTEN_LAST:
+        if key in _KEYS_WRITTEN_LAST:
             self.written_last[key] = value
             return False
         # Controllers register again when they start; agents must not look for the previous ones.
         return not key.startswith(CONTROLLER_KEY_PREFIX) and key not in (LEADER_KEY, RESTORE_MARK_KEY)
 
 
-def update_digest(digest: hashlib._Hash, row: BackupRow) -> None:
+def update_digest_with_row(digest: hashlib._Hash, row: BackupRow) -> None:
     key, value = row[0].encode(), row[1]
     digest.update(b"%d %d " % (len(key), len(value)) + key)
     digest.update(value)
@@ -178,19 +180,23 @@ def update_digest(digest: hashlib._Hash, row: BackupRow) -> None:
 async def _prepare_empty_store(store: Store, *, store_name: str) -> None:
     """Mark the store; remove the rows of a restore that has failed."""
     await check_store_empty(store, store_name=store_name)
-    if await store.get(RESTORE_MARK_KEY, timeout_s=_TIMEOUT_S) is not None:
-        await _delete_all_rows(store)
+    if await store.get(RESTORE_MARK_KEY, timeout_s=_STORE_CALL_TIMEOUT_S) is not None:
+        await _delete_rows_of_failed_restore(store)
         return
-    await store.commit([Compare(RESTORE_MARK_KEY, 0)], [Put(RESTORE_MARK_KEY, b"")], timeout_s=_TIMEOUT_S)
+    await store.commit(
+        [Compare(RESTORE_MARK_KEY, 0)], [Put(RESTORE_MARK_KEY, b"")], timeout_s=_STORE_CALL_TIMEOUT_S
+    )
 
 
-async def _delete_all_rows(store: Store) -> None:
+async def _delete_rows_of_failed_restore(store: Store) -> None:
     """Delete all rows except the mark."""
     after = ""
     while True:
-        page = await store.range("", start_after=after, limit=_BATCH_ROWS, timeout_s=_TIMEOUT_S)
+        page = await store.range(
+            "", start_after=after, limit=_RESTORE_BATCH_ROWS, timeout_s=_STORE_CALL_TIMEOUT_S
+        )
         keys = [item.key for item in page.items if item.key != RESTORE_MARK_KEY]
-        await store.commit([], [Delete(key) for key in keys], timeout_s=_TIMEOUT_S)
+        await store.commit([], [Delete(key) for key in keys], timeout_s=_STORE_CALL_TIMEOUT_S)
         if not page.more:
             return
         after = page.items[-1].key
@@ -200,25 +206,27 @@ def _raise_generation(written_last: dict[str, bytes], generation: int) -> Cluste
     """Replace the rows of the cluster and of the epochs by those of the new generation."""
     try:
         cluster = msgspec.json.decode(written_last[CLUSTER_KEY], type=ClusterRecord)
-        epochs = msgspec.json.decode(written_last.get(_EPOCH_KEY, b'{"value":0}'), type=Counter)
+        epochs = msgspec.json.decode(written_last.get(_EPOCH_COUNTER_KEY, b'{"value":0}'), type=Counter)
     except (KeyError, msgspec.DecodeError) as error:
         raise BackupError(
             f"the backup has no readable record of its cluster: {error}", hint="use another backup"
         ) from error
     cluster = msgspec.structs.replace(cluster, generation=generation)
     epochs = Counter(value=max(epochs.value + 1, generation * _EPOCHS_PER_GENERATION))
-    written_last[CLUSTER_KEY], written_last[_EPOCH_KEY] = map(msgspec.json.encode, (cluster, epochs))
+    written_last[CLUSTER_KEY], written_last[_EPOCH_COUNTER_KEY] = map(msgspec.json.encode, (cluster, epochs))
     return cluster
 
 
-async def _verify_rows(store: Store, rows: _RestoredRows, *, store_name: str) -> None:
+async def _verify_stored_rows(store: Store, rows: _RowsToRestore, *, store_name: str) -> None:
     """Read all rows back and compare them with those of the backup."""
     digest, after, more = hashlib.sha256(), "", True
     while more:
-        page = await store.range("", start_after=after, limit=_PAGE_ROWS, timeout_s=_TIMEOUT_S)
+        page = await store.range(
+            "", start_after=after, limit=_VERIFY_PAGE_ROWS, timeout_s=_STORE_CALL_TIMEOUT_S
+        )
         for item in page.items:
             if item.key != RESTORE_MARK_KEY:
-                update_digest(digest, (item.key, item.value))
+                update_digest_with_row(digest, (item.key, item.value))
             after = item.key
         more = page.more
     if digest.digest() != rows.digest():
@@ -228,13 +236,13 @@ async def _verify_rows(store: Store, rows: _RestoredRows, *, store_name: str) ->
         )
 
 
-async def _write_last_rows(
+async def _write_cluster_record_last(
     store: Store, cluster: ClusterRecord, rows: dict[str, bytes], *, store_name: str
 ) -> None:
     done = await store.commit(
         [Compare(LEADER_KEY, 0), Compare(CLUSTER_KEY, 0)],
         [*(Put(key, value) for key, value in rows.items()), Delete(RESTORE_MARK_KEY)],
-        timeout_s=_TIMEOUT_S,
+        timeout_s=_STORE_CALL_TIMEOUT_S,
     )
     if not done.succeeded:
         raise StoreUnavailableError(

@@ -2,9 +2,9 @@
 
 An upload goes to a partial file; once its digest is verified it is renamed and never changes. When the
 space of a tenant is used up, its own blobs that no unfinished job needs are evicted, least recently used
-first. When the space of all is used up, so are those of other tenants, but not within PINNED_AFTER_USE_S of
-their upload or last use: a client uploads first and submits later. Blocking: call it from one thread at a
-time, never from the event loop. Packing and unpacking is done by clients and agents.
+first. When the space of all is used up, so are those of other tenants, but not within
+BLOB_PINNED_AFTER_USE_S of their upload or last use: a client uploads first and submits later. Blocking: call
+it from one thread at a time, never from the event loop. Packing and unpacking is done by clients and agents.
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
-PINNED_AFTER_USE_S = 600.0
+BLOB_PINNED_AFTER_USE_S = 600.0
 _PARTIAL_SUFFIX = "+part"
-_READ_CHUNK_BYTES = 1024 * 1024
+_HASHING_CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True)
-class _Upload:
+class _PartialUpload:
     """The hash of the bytes in the partial file, so that verifying need not read it again."""
 
     size_bytes: int
     hasher: hashlib._Hash
 
 
-class Blobs:
+class BlobStorage:
     """`tenant_bytes_max`: of each tenant; `bytes_max`: of all together."""
 
     def __init__(self, directory: Path, *, bytes_max: int, tenant_bytes_max: int, clock: Clock) -> None:
         self._directory = files.make_private_directory(directory)
-        self._bytes_max = bytes_max
+        self._all_tenants_bytes_max = bytes_max
         self._tenant_bytes_max = min(tenant_bytes_max, bytes_max)
         self._clock = clock
-        self._uploads: dict[str, _Upload] = {}
-        self._size_by_name: OrderedDict[str, int] = OrderedDict()
+        self._uploads_by_file_name: dict[str, _PartialUpload] = {}
+        self._size_bytes_by_file_name: OrderedDict[str, int] = OrderedDict()
         """By file name, least recently used first."""
-        self._last_used_s: dict[str, float] = {}
+        self._last_used_s_by_file_name: dict[str, float] = {}
         """By file name: when it was last written or used by its tenant."""
         self._total_bytes = 0
         self._bytes_by_tenant: Counter[str] = Counter()
         for path in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime):
             if path.is_file():
-                self._set_size(path.name, path.stat().st_size)
+                self._account_file_size(path.name, path.stat().st_size)
 
     def get_status(self, digest: str, *, tenant: str) -> BlobStatus:
         check_digest(digest)
         name = blob_name(digest, tenant)
-        if name in self._size_by_name:
-            self._mark_used(name)
-            return BlobStatus(complete=True, received_bytes=self._size_by_name[name])
+        if name in self._size_bytes_by_file_name:
+            self._mark_file_used(name)
+            return BlobStatus(complete=True, received_bytes=self._size_bytes_by_file_name[name])
         return BlobStatus(
-            complete=False, received_bytes=self._size_by_name.get(_partial_file_name(digest, tenant), 0)
+            complete=False,
+            received_bytes=self._size_bytes_by_file_name.get(_partial_file_name(digest, tenant), 0),
         )
 
     def append_chunk(
@@ -85,8 +86,8 @@ class Blobs:
         if len(data) > CHUNK_BYTES_MAX:
             raise UsageError(f"a chunk has {len(data)} bytes; the maximum is {CHUNK_BYTES_MAX}")
         name = _partial_file_name(digest, tenant)
-        self._make_space(len(data), tenant=tenant, is_needed=is_needed, keep=name)
-        upload = self._append_to_file(name, data)
+        self._evict_to_make_space(len(data), tenant=tenant, is_needed=is_needed, keep=name)
+        upload = self._append_to_partial_file(name, data)
         if is_last:
             self._finish_upload(name, digest, upload, blob_name=blob_name(digest, tenant))
         return BlobStatus(complete=is_last, received_bytes=upload.size_bytes)
@@ -95,14 +96,14 @@ class Blobs:
         """Read one chunk from `offset`."""
         check_digest(digest)
         name = blob_name(digest, tenant)
-        if name not in self._size_by_name:
+        if name not in self._size_bytes_by_file_name:
             raise WorkdirError(
                 f"the working directory {digest[:12]} is not on the controller", hint="submit the job again"
             )
-        size_bytes = self._size_by_name[name]
+        size_bytes = self._size_bytes_by_file_name[name]
         if not 0 <= offset <= size_bytes:
             raise UsageError(f"offset {offset} is not within the {size_bytes} bytes of {digest[:12]}")
-        self._mark_used(name)
+        self._mark_file_used(name)
         try:
             with (self._directory / name).open("rb") as file:
                 file.seek(offset)
@@ -110,40 +111,40 @@ class Blobs:
         except OSError as error:
             raise StoreError(f"could not read the working directory {digest[:12]}: {error}") from error
 
-    def _append_to_file(self, name: str, data: bytes) -> _Upload:
+    def _append_to_partial_file(self, name: str, data: bytes) -> _PartialUpload:
         path = self._directory / name
         try:
-            upload = self._uploads.get(name) or self._resume_upload(path)
+            upload = self._uploads_by_file_name.get(name) or self._resume_upload(path)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
                 file.truncate(upload.size_bytes)
                 file.write(data)
         except OSError as error:
             # The size of the file is unknown now: the next chunk reads it.
-            self._uploads.pop(name, None)
-            self._set_size(name, path.stat().st_size if path.exists() else 0)
+            self._uploads_by_file_name.pop(name, None)
+            self._account_file_size(name, path.stat().st_size if path.exists() else 0)
             raise StoreFullError(
                 f"could not store the working directory: {error}", hint="free disk space on the controller"
             ) from error
         upload.hasher.update(data)
         upload.size_bytes += len(data)
-        self._uploads[name] = upload
-        self._set_size(name, upload.size_bytes)
+        self._uploads_by_file_name[name] = upload
+        self._account_file_size(name, upload.size_bytes)
         return upload
 
-    def _resume_upload(self, path: Path) -> _Upload:
+    def _resume_upload(self, path: Path) -> _PartialUpload:
         digest, size_bytes = hashlib.sha256(), 0
         if path.exists():
             with path.open("rb") as file:
-                while data := file.read(_READ_CHUNK_BYTES):
+                while data := file.read(_HASHING_CHUNK_BYTES):
                     digest.update(data)
                     size_bytes += len(data)
-        return _Upload(size_bytes, digest)
+        return _PartialUpload(size_bytes, digest)
 
-    def _finish_upload(self, name: str, digest: str, upload: _Upload, *, blob_name: str) -> None:
+    def _finish_upload(self, name: str, digest: str, upload: _PartialUpload, *, blob_name: str) -> None:
         path = self._directory / name
-        self._uploads.pop(name, None)
+        self._uploads_by_file_name.pop(name, None)
         if upload.hasher.hexdigest() != digest:
-            self._delete_file(name)
+            self._delete_blob_file(name)
             raise WorkdirError(
                 f"the upload of {digest[:12]} has the digest {upload.hasher.hexdigest()[:12]}",
                 hint="the directory may have changed during the upload; upload it again",
@@ -155,14 +156,18 @@ class Blobs:
             files.sync_directory(self._directory)
         except OSError as error:
             raise StoreFullError(f"could not store the working directory: {error}") from error
-        self._set_size(blob_name, self._remove_from_accounts(name))
+        self._account_file_size(blob_name, self._pop_accounted_size_bytes(name))
 
-    def _make_space(
+    def _evict_to_make_space(
         self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
     ) -> None:
         """Make space for `more_bytes` of a tenant; BlobSpaceError if that is not possible."""
         if self._bytes_by_tenant[tenant] + more_bytes > self._tenant_bytes_max:
-            own = [name for name in self._size_by_name if _tenant_of_blob(name) == tenant and name != keep]
+            own = [
+                name
+                for name in self._size_bytes_by_file_name
+                if _tenant_of_blob_file(name) == tenant and name != keep
+            ]
             for name in own:
                 if self._bytes_by_tenant[tenant] + more_bytes <= self._tenant_bytes_max:
                     break
@@ -174,52 +179,54 @@ class Blobs:
                     f"{self._tenant_bytes_max} bytes for blobs",
                     hint="wait until jobs end, or increase controller.blobs_tenant_bytes_max",
                 )
-        if self._total_bytes + more_bytes > self._bytes_max:
+        if self._total_bytes + more_bytes > self._all_tenants_bytes_max:
             self._evict_blobs_of_all_tenants(more_bytes, tenant=tenant, is_needed=is_needed, keep=keep)
 
     def _evict_blobs_of_all_tenants(
         self, more_bytes: int, *, tenant: str, is_needed: Callable[[str], bool], keep: str
     ) -> None:
-        unpinned_s = self._clock.monotonic_s() - PINNED_AFTER_USE_S
-        for name in list(self._size_by_name):
-            if self._total_bytes + more_bytes <= self._bytes_max:
+        unpinned_s = self._clock.monotonic_s() - BLOB_PINNED_AFTER_USE_S
+        for name in list(self._size_bytes_by_file_name):
+            if self._total_bytes + more_bytes <= self._all_tenants_bytes_max:
                 return
-            is_pinned = _tenant_of_blob(name) != tenant and self._last_used_s[name] > unpinned_s
+            is_pinned = (
+                _tenant_of_blob_file(name) != tenant and self._last_used_s_by_file_name[name] > unpinned_s
+            )
             if name != keep and not is_pinned and not is_needed(name):
                 self._evict_blob(name)
-        if self._total_bytes + more_bytes > self._bytes_max:
+        if self._total_bytes + more_bytes > self._all_tenants_bytes_max:
             raise BlobSpaceError(
                 f"working directories of unfinished jobs and recent uploads use all of the "
-                f"{self._bytes_max} bytes for blobs",
+                f"{self._all_tenants_bytes_max} bytes for blobs",
                 hint="wait until jobs end, or increase controller.blobs_bytes_max",
             )
 
     def _evict_blob(self, name: str) -> None:
         _log.info("evicting blob %s", name)
-        self._delete_file(name)
+        self._delete_blob_file(name)
 
-    def _delete_file(self, name: str) -> None:
-        self._uploads.pop(name, None)
-        self._remove_from_accounts(name)
+    def _delete_blob_file(self, name: str) -> None:
+        self._uploads_by_file_name.pop(name, None)
+        self._pop_accounted_size_bytes(name)
         (self._directory / name).unlink(missing_ok=True)
 
-    def _mark_used(self, name: str) -> None:
-        self._size_by_name.move_to_end(name)
-        self._last_used_s[name] = self._clock.monotonic_s()
+    def _mark_file_used(self, name: str) -> None:
+        self._size_bytes_by_file_name.move_to_end(name)
+        self._last_used_s_by_file_name[name] = self._clock.monotonic_s()
 
-    def _set_size(self, name: str, size_bytes: int) -> None:
-        more_bytes = size_bytes - self._size_by_name.get(name, 0)
-        self._size_by_name[name] = size_bytes
+    def _account_file_size(self, name: str, size_bytes: int) -> None:
+        more_bytes = size_bytes - self._size_bytes_by_file_name.get(name, 0)
+        self._size_bytes_by_file_name[name] = size_bytes
         self._total_bytes += more_bytes
-        self._bytes_by_tenant[_tenant_of_blob(name)] += more_bytes
-        self._mark_used(name)
+        self._bytes_by_tenant[_tenant_of_blob_file(name)] += more_bytes
+        self._mark_file_used(name)
 
-    def _remove_from_accounts(self, name: str) -> int:
+    def _pop_accounted_size_bytes(self, name: str) -> int:
         """Remove a file from the accounts; return its size."""
-        size_bytes = self._size_by_name.pop(name, 0)
-        self._last_used_s.pop(name, None)
+        size_bytes = self._size_bytes_by_file_name.pop(name, 0)
+        self._last_used_s_by_file_name.pop(name, None)
         self._total_bytes -= size_bytes
-        self._bytes_by_tenant[_tenant_of_blob(name)] -= size_bytes
+        self._bytes_by_tenant[_tenant_of_blob_file(name)] -= size_bytes
         return size_bytes
 
 
@@ -234,7 +241,7 @@ def split_blob_name(name: str) -> tuple[str, str]:
     return digest, tenant
 
 
-def _tenant_of_blob(name: str) -> str:
+def _tenant_of_blob_file(name: str) -> str:
     return name.split("+")[1] if "+" in name else ""
 
 

@@ -1,1 +1,1 @@
-"""The etcd cluster that Genie starts itself: the member of this machine, membership and upkeep."""
+"""The etcd cluster that Genie starts itself: the member of this machine, membership and maintenance."""

@@ -20,7 +20,7 @@ from genie.processes import files
 from genie.runtime import tls
 
 ETCD_DIRECTORY = "etcd"
-_RECORD_FILE = "member.json"
+_MEMBER_RECORD_FILE = "member.json"
 _CA_FILE = Path("controller") / "ca.pem"
 
 
@@ -42,7 +42,7 @@ class LocalMember:
     @classmethod
     def read(cls, state_dir: Path) -> LocalMember | None:
         """Returns None if this machine has no member."""
-        path = member_directory(state_dir) / _RECORD_FILE
+        path = etcd_member_directory(state_dir) / _MEMBER_RECORD_FILE
         try:
             body = json.loads(files.read_small_file(path))
             return cls(
@@ -73,8 +73,8 @@ class LocalMember:
             "controller_port": self.controller_port,
             "endpoints": list(self.endpoints),
         }
-        directory = files.make_private_directory(member_directory(state_dir))
-        files.write_private(directory / _RECORD_FILE, json.dumps(body).encode())
+        directory = files.make_private_directory(etcd_member_directory(state_dir))
+        files.write_private(directory / _MEMBER_RECORD_FILE, json.dumps(body).encode())
 
     @property
     def endpoint(self) -> str:
@@ -95,12 +95,12 @@ class LocalMember:
 
     def address(self, state_dir: Path) -> EtcdAddress:
         """The cluster as clients of this machine see it: its own member first."""
-        return make_address((self.endpoint, *self.endpoints), state_dir=state_dir)
+        return make_managed_etcd_address((self.endpoint, *self.endpoints), state_dir=state_dir)
 
 
-def make_address(endpoints: tuple[str, ...], *, state_dir: Path) -> EtcdAddress:
+def make_managed_etcd_address(endpoints: tuple[str, ...], *, state_dir: Path) -> EtcdAddress:
     """The address of an etcd cluster that Genie manages, with the certificate of this machine."""
-    certificate, key = certificate_paths(state_dir)
+    certificate, key = etcd_certificate_and_key_paths(state_dir)
     return EtcdAddress(
         endpoints=endpoints,
         uses_tls=True,
@@ -111,17 +111,17 @@ def make_address(endpoints: tuple[str, ...], *, state_dir: Path) -> EtcdAddress:
     )
 
 
-def member_directory(state_dir: Path) -> Path:
+def etcd_member_directory(state_dir: Path) -> Path:
     return state_dir / ETCD_DIRECTORY
 
 
-def data_directory(state_dir: Path) -> Path:
-    return member_directory(state_dir) / "data"
+def etcd_data_directory(state_dir: Path) -> Path:
+    return etcd_member_directory(state_dir) / "data"
 
 
-def certificate_paths(state_dir: Path) -> tuple[Path, Path]:
+def etcd_certificate_and_key_paths(state_dir: Path) -> tuple[Path, Path]:
     """Certificate and key."""
-    return member_directory(state_dir) / "etcd.pem", member_directory(state_dir) / "etcd.key"
+    return etcd_member_directory(state_dir) / "etcd.pem", etcd_member_directory(state_dir) / "etcd.key"
 
 
 def ca_path(state_dir: Path) -> Path:

@@ -23,12 +23,12 @@ from genie.controller.store.etcd_proto import rpc_pb2
 from genie.errors import GenieError, StoreError, StoreUnavailableError
 from genie.processes.clock import Clock, SystemClock
 
-CALL_TIMEOUT_S = 5.0
+ETCD_CALL_TIMEOUT_S = 5.0
 _STATUS_TIMEOUT_S = 2.0
 _DEFRAGMENT_TIMEOUT_S = 120.0
-_RETRY_S = 0.2
+_TRANSIENT_ERROR_RETRY_S = 0.2
 # Conditions that end by themselves: another server is joining, or the learner is still catching up.
-_TRANSIENT_TEXTS = (
+_TRANSIENT_ERROR_TEXTS = (
     "in sync with leader",
     "too many learner",
     "not enough started members",
@@ -82,8 +82,8 @@ class EtcdCluster:
         self._channels = channels
         self._clock = clock
 
-    async def list_members(self, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[MemberInfo, ...]:
-        response = await self._call(
+    async def list_members(self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S) -> tuple[MemberInfo, ...]:
+        response = await self._call_any_member(
             lambda member: member.cluster_stub.MemberList,
             rpc_pb2.MemberListRequest(linearizable=True),
             action="list members",
@@ -96,7 +96,7 @@ class EtcdCluster:
     ) -> tuple[MemberInfo, tuple[MemberInfo, ...]]:
         """Adds a member that does not vote yet. Returns it and all members."""
         response = await self._retry_while_transient(
-            lambda remaining_s: self._call(
+            lambda remaining_s: self._call_any_member(
                 lambda member: member.cluster_stub.MemberAdd,
                 rpc_pb2.MemberAddRequest(peerURLs=[peer_url], isLearner=True),
                 action="add member",
@@ -111,7 +111,7 @@ class EtcdCluster:
         """Makes a learner a voting member as soon as it has caught up with the leader."""
         try:
             await self._retry_while_transient(
-                lambda remaining_s: self._call(
+                lambda remaining_s: self._call_any_member(
                     lambda member: member.cluster_stub.MemberPromote,
                     rpc_pb2.MemberPromoteRequest(ID=member_id),
                     action="promote member",
@@ -126,10 +126,10 @@ class EtcdCluster:
                 return
             raise
 
-    async def remove_member(self, member_id: int, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    async def remove_member(self, member_id: int, *, timeout_s: float = ETCD_CALL_TIMEOUT_S) -> None:
         """Idempotent."""
         try:
-            await self._call(
+            await self._call_any_member(
                 lambda member: member.cluster_stub.MemberRemove,
                 rpc_pb2.MemberRemoveRequest(ID=member_id),
                 action="remove member",
@@ -145,13 +145,13 @@ class EtcdCluster:
         try:
             members = await self.list_members()
         except StoreUnavailableError:
-            members = tuple(_unnamed_member(endpoint) for endpoint in self._address.endpoints)
+            members = tuple(_member_known_by_endpoint(endpoint) for endpoint in self._address.endpoints)
         return tuple(await asyncio.gather(*(self._fetch_status(member) for member in members)))
 
     async def defragment(self, endpoint: str) -> None:
         """Defragments one member, which does not serve requests meanwhile."""
-        async with open_etcd_cluster(self._only(endpoint), clock=self._clock) as one:
-            await one._call(
+        async with open_etcd_cluster(self._address_with_only(endpoint), clock=self._clock) as one:
+            await one._call_any_member(
                 lambda member: member.maintenance_stub.Defragment,
                 rpc_pb2.DefragmentRequest(),
                 action="defragment",
@@ -161,19 +161,19 @@ class EtcdCluster:
 
     async def clear_space_alarm(self) -> None:
         """Allows writes again after a member has reached its quota and was compacted and defragmented."""
-        await self._call(
+        await self._call_any_member(
             lambda member: member.maintenance_stub.Alarm,
             rpc_pb2.AlarmRequest(action=rpc_pb2.AlarmRequest.DEACTIVATE, alarm=rpc_pb2.NOSPACE),
             action="clear alarm",
-            timeout_s=CALL_TIMEOUT_S,
+            timeout_s=ETCD_CALL_TIMEOUT_S,
         )
 
     async def _fetch_status(self, member: MemberInfo) -> MemberStatus:
         if not member.endpoint:
             return MemberStatus(info=member, problem="has not started yet")
         try:
-            async with open_etcd_cluster(self._only(member.endpoint), clock=self._clock) as one:
-                status = await one._call(
+            async with open_etcd_cluster(self._address_with_only(member.endpoint), clock=self._clock) as one:
+                status = await one._call_any_member(
                     lambda each: each.maintenance_stub.Status,
                     rpc_pb2.StatusRequest(),
                     action="status",
@@ -191,10 +191,10 @@ class EtcdCluster:
             alarms=tuple(status.errors),
         )
 
-    def _only(self, endpoint: str) -> EtcdAddress:
+    def _address_with_only(self, endpoint: str) -> EtcdAddress:
         return replace(self._address, endpoints=(endpoint,))
 
-    async def _call(
+    async def _call_any_member(
         self,
         select: Callable[[EtcdMember], grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]],
         request: _Request,
@@ -215,12 +215,12 @@ class EtcdCluster:
         while True:
             remaining_s = deadline_s - loop.time()
             try:
-                return await call(max(min(remaining_s, CALL_TIMEOUT_S), 0.001))
+                return await call(max(min(remaining_s, ETCD_CALL_TIMEOUT_S), 0.001))
             except (StoreError, StoreUnavailableError) as error:
-                is_transient = any(text in error.message for text in _TRANSIENT_TEXTS)
-                if not is_transient or remaining_s < _RETRY_S:
+                is_transient = any(text in error.message for text in _TRANSIENT_ERROR_TEXTS)
+                if not is_transient or remaining_s < _TRANSIENT_ERROR_RETRY_S:
                     raise
-            await self._clock.sleep(_RETRY_S)
+            await self._clock.sleep(_TRANSIENT_ERROR_RETRY_S)
 
 
 @asynccontextmanager
@@ -235,7 +235,7 @@ async def open_etcd_cluster(
         await channels.close()
 
 
-def _unnamed_member(endpoint: str) -> MemberInfo:
+def _member_known_by_endpoint(endpoint: str) -> MemberInfo:
     return MemberInfo(member_id=0, name=endpoint, peer_url="", endpoint=endpoint, is_learner=False)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.index import JobIndex
-from genie.controller.ledger import Ledger, TableRead
+from genie.controller.ledger import Ledger, TableBeingLoaded
 from genie.errors import JobNotFoundError
 from genie.model.job import Job, JobState, parse_worker_name, truncate_reason
 from genie.model.tenant import Identity, TokenKind
@@ -37,7 +37,7 @@ class JobCatalog:
         self._unkillable_reasons_by_job: dict[str, dict[int, str]] = {}
         """By running job and rank: which of its processes cannot be killed."""
         ledger.jobs.add_loader(self._index_loading_rows)
-        ledger.add_load_listener(self._replace_index)
+        ledger.add_after_load_listener(self._replace_index)
         ledger.jobs.add_listener(self._on_job_changed)
 
     def get(self, job_id: str) -> Job | None:
@@ -183,7 +183,7 @@ class JobCatalog:
 
         await self._notifier.wait_while(job_id, is_true, timeout_s=timeout_s)
 
-    async def _index_loading_rows(self, read: TableRead[Job]) -> None:
+    async def _index_loading_rows(self, read: TableBeingLoaded[Job]) -> None:
         self._loading_index = await JobIndex.build(read.rows.values())
 
     def _replace_index(self) -> None:

@@ -50,7 +50,7 @@ class JobLaunches:
         self._launch_backoff = backoff
         self._ready_ranks_by_job: dict[str, tuple[int, set[int]]] = {}
         """By job with several workers: the epoch and the ranks that are ready to start."""
-        ledger.add_load_listener(self._discard_outdated)
+        ledger.add_after_load_listener(self._discard_outdated)
         ledger.jobs.add_listener(self._on_job_changed)
 
     async def record_starts(self, starts: Iterable[Start], *, on_placed: Callable[[Job], None]) -> None:
@@ -93,7 +93,7 @@ class JobLaunches:
             return None
         if len(nodes) > 1:
             self._check_transaction_fits(start)
-        epoch = txn.next_number(EPOCH_COUNTER)
+        epoch = txn.next_counter_value(EPOCH_COUNTER)
         placements = tuple(
             Placement(
                 node_id=place.node_id, incarnation=node.info.incarnation, gpu_ids=place.gpu_ids, epoch=epoch

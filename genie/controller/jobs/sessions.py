@@ -239,7 +239,7 @@ class Sessions:
         return ""
 
     async def _try_cancel(self, job_id: str, reason: str, cancelled: list[Job]) -> None:
-        with self._ledger.quarantine.isolate_errors(self._ledger.jobs.prefix + job_id):
+        with self._ledger.quarantine.quarantine_row_on_error(self._ledger.jobs.prefix + job_id):
             cancelled.append(await self._lifecycle.cancel(job_id, reason))
 
     async def _submit_session_job(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from genie.config import ControllerConfig
-from genie.controller.ledger import Ledger, TableRead
+from genie.controller.ledger import Ledger, TableBeingLoaded
 from genie.controller.store import SpaceUsage
 from genie.errors import SpaceQuotaError
 from genie.model.job import Job
@@ -122,7 +122,7 @@ class JobSpace:
     def job_size_bytes(self, job_id: str) -> int:
         return self._size_by_job.get(job_id, 0)
 
-    async def _load_sizes(self, read: TableRead[Job]) -> None:
+    async def _load_sizes(self, read: TableBeingLoaded[Job]) -> None:
         self._size_by_job, self._unfinished_bytes_by_tenant = {}, Counter()
         self._finished_bytes_by_tenant, self._finished_bytes = Counter(), 0
         for count, (job_id, job) in enumerate(read.rows.items()):

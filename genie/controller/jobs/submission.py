@@ -14,7 +14,7 @@ from genie.controller.jobs.index import StagedIndex
 from genie.controller.jobs.launches import JobLaunches
 from genie.controller.jobs.queue_limits import QueueLimits
 from genie.controller.jobs.space import JobSpace
-from genie.controller.ledger import Ledger, TableRead, Transaction
+from genie.controller.ledger import Ledger, TableBeingLoaded, Transaction
 from genie.model.job import Job, JobSpec, JobState, Transition
 from genie.model.names import validate_name
 from genie.model.tenant import Identity
@@ -63,8 +63,8 @@ class JobSubmission:
         """The index of the rows that are being loaded."""
         self._queue_limits = QueueLimits(config, self._staged_index, clock=clock)
         ledger.jobs.add_loader(self._index_loading_rows)
-        ledger.add_load_listener(self._replace_index)
-        ledger.jobs.add_index(self._staged_index.update)
+        ledger.add_after_load_listener(self._replace_index)
+        ledger.jobs.add_reversible_index(self._staged_index.update)
         ledger.jobs.add_listener(self._queue_limits.on_job_changed)
 
     async def submit(
@@ -95,7 +95,7 @@ class JobSubmission:
                 state=JobState.QUEUED,
                 reason=reason,
                 submitted_at=now,
-                sequence=txn.next_number("sequence"),
+                sequence=txn.next_counter_value("sequence"),
                 history=(Transition(state=JobState.QUEUED, at=now, reason=reason),),
                 request_id=request_id,
                 session=session_node_id,
@@ -138,7 +138,7 @@ class JobSubmission:
             if job_id not in self._ledger.jobs:
                 return job_id
 
-    async def _index_loading_rows(self, read: TableRead[Job]) -> None:
+    async def _index_loading_rows(self, read: TableBeingLoaded[Job]) -> None:
         self._loading_index = await StagedIndex.build(read.rows)
 
     def _replace_index(self) -> None:

@@ -15,7 +15,7 @@ from genie.config import ControllerConfig
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
-from genie.controller.tokens import Tokens
+from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     CertificateExpiredError,
     ConfigError,
@@ -251,7 +251,7 @@ class Admission:
     def __init__(
         self,
         ledger: Ledger,
-        tokens: Tokens,
+        tokens: TokenRegistry,
         certificates: Certificates,
         jobs: JobCatalog,
         *,
@@ -290,7 +290,7 @@ class Admission:
                 request.csr_pem, name=tls.node_certificate_name(node_id)
             )
             txn.put(self._ledger.tokens, record.token_id, mark_used(record, now=now))
-            node_token, _ = self._tokens.stage_token(txn, TokenKind.NODE, name=node_id)
+            node_token, _ = self._tokens.create_token_in_transaction(txn, TokenKind.NODE, name=node_id)
             return Joined(
                 node_id=node_id,
                 token=str(node_token),
@@ -306,7 +306,7 @@ class Admission:
         """Delete a node that holds nothing and revoke its tokens."""
 
         def build(txn: Transaction) -> list[str]:
-            tokens = self._tokens.tokens_of_node(node_id)
+            tokens = self._tokens.unrevoked_tokens_of_node(node_id)
             held = self._ledger.holds.get(node_id)
             if node_id not in self._ledger.nodes and not tokens:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
@@ -346,7 +346,7 @@ class Admission:
     async def recover_certificate(self, request: RecoverCertificate) -> Certificate:
         """Issue a new certificate for a node whose certificate has expired, if it still has its token and
         its key."""
-        identity = await self._tokens.identify(request.token)
+        identity = await self._tokens.authenticate_token(request.token)
         if identity.kind is not TokenKind.NODE:
             raise TokenRefusedError(f"a {identity.kind} token has no certificate")
         node_id = identity.name

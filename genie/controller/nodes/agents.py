@@ -141,15 +141,17 @@ class Agents:
 
     async def register(self, connection: Connection, request: Register) -> Registered:
         node = request.node
-        node_id = connection.require_node(node.node_id)
+        node_id = connection.require_connection_of_node(node.node_id)
         check_node(node)
-        self._ledger.require_up_to_date()
+        self._ledger.check_leading_and_up_to_date()
         self._check_incarnation(node_id, node.incarnation)
         self._check_holds_readable(node_id)
         await self._end_jobs_of_earlier_incarnations(node_id, node.incarnation, request.exits)
         await self._refresh_controllers()
         # The reply to this request may get lost; the reply to Hello has certainly been read.
-        record = NodeRecord(info=node, controllers=connection.announced_controllers, ttl_s=self._node_ttl_s)
+        record = NodeRecord(
+            info=node, controllers=connection.announced_controller_addresses, ttl_s=self._node_ttl_s
+        )
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
@@ -175,7 +177,7 @@ class Agents:
         )
 
     async def heartbeat(self, connection: Connection, request: Heartbeat) -> HeartbeatAck:
-        node_id = connection.require_node(request.node_id)
+        node_id = connection.require_connection_of_node(request.node_id)
         member, info = self._membership.get(node_id), request.node
         if member is not None and member.reported_info == info:
             info = member.reported_info  # unchanged, and already validated
@@ -206,7 +208,7 @@ class Agents:
         )
 
     async def leave(self, connection: Connection, request: Leave) -> Done:
-        node_id = connection.require_node(request.node_id)
+        node_id = connection.require_connection_of_node(request.node_id)
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, request.incarnation, must_equal_known=True)
@@ -492,7 +494,7 @@ class Agents:
 
     def _isolate_errors_of_job(self, worker_name: str) -> AbstractContextManager[None]:
         """A failed change of this job affects no other job."""
-        return self._ledger.quarantine.isolate_errors(
+        return self._ledger.quarantine.quarantine_row_on_error(
             self._ledger.jobs.prefix + parse_worker_name(worker_name)[0]
         )
 
@@ -638,7 +640,7 @@ class Agents:
             await self._lifecycle.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason)
             return
         if isinstance(error, FencedError):
-            await self._election.check_still_leading()
+            await self._election.step_down_if_replaced()
         cause = LaunchFailureCause.JOB
         if isinstance(error, NodeUnfitError):
             cause = LaunchFailureCause.NODE

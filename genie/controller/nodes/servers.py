@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from genie.controller import server_handover
+from genie.controller import server_credentials_handover
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.admission import Certificates
-from genie.controller.server_handover import ServerCredentials
-from genie.controller.tokens import Tokens
+from genie.controller.server_credentials_handover import ServerCredentials
+from genie.controller.tokens import TokenRegistry
 from genie.errors import UsageError
 from genie.model.messages import JoinServer, ServerJoined
 from genie.model.tenant import TokenKind
@@ -26,7 +26,7 @@ class ServerAdmission:
     def __init__(
         self,
         ledger: Ledger,
-        tokens: Tokens,
+        tokens: TokenRegistry,
         certificates: Certificates,
         *,
         clock: Clock,
@@ -55,18 +55,22 @@ class ServerAdmission:
             record = check_unused(
                 request.token_id, self._ledger.tokens.get(request.token_id), TokenKind.SERVER_JOIN, now=now
             )
-            server_handover.verify_request(request, token_public_key=record.public_key, pin=pin)
+            server_credentials_handover.verify_join_request_signature(
+                request, token_public_key=record.public_key, pin=pin
+            )
             ca_pem, ca_key_pem = self._certificates.export_authority()
             # Marked first: the limit of tokens does not count used ones.
             txn.put(self._ledger.tokens, record.token_id, mark_used(record, now=now))
-            owner_token, _ = self._tokens.stage_token(txn, TokenKind.OWNER, name=f"server-{record.token_id}")
+            owner_token, _ = self._tokens.create_token_in_transaction(
+                txn, TokenKind.OWNER, name=f"server-{record.token_id}"
+            )
             credentials = ServerCredentials(
                 ca_pem=ca_pem,
                 ca_key_pem=ca_key_pem,
                 owner_token=str(owner_token),
                 etcd_endpoints=endpoints,
             )
-            return server_handover.encrypt(request, credentials, pin=pin)
+            return server_credentials_handover.encrypt_credentials(request, credentials, pin=pin)
 
         reply = await self._ledger.write(build)
         _log.warning(

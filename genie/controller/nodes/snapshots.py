@@ -49,7 +49,7 @@ class NodeSnapshots:
         self._stale_node_ids: set[str] = set()
         """IDs of nodes whose snapshot must be renewed; bounded by the nodes ever registered."""
         self._listeners: list[Callable[[str, NodeSnapshot | None], None]] = []
-        ledger.add_load_listener(self._reset)
+        ledger.add_after_load_listener(self._reset)
         ledger.nodes.add_listener(self._on_node_record_changed)
         membership.add_listener(self._stale_node_ids.add)
         membership.add_term_listener(self._reset)

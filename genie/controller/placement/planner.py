@@ -96,7 +96,7 @@ class Planner:
         them again."""
         self._is_scheduler_stale = True
         self._scheduler = self._new_scheduler()
-        ledger.add_load_listener(self.invalidate)
+        ledger.add_after_load_listener(self.invalidate)
         ledger.jobs.add_listener(self._on_job_changed)
         ledger.quotas.add_listener(self._on_quota_changed)
         ledger.holds.add_listener(self._on_holds_changed)
@@ -280,7 +280,7 @@ class Planner:
             self._set_node(node_id, state)
         unfinished = [job for job in self._ledger.jobs.values() if not job.state.is_final]
         for job in sorted(unfinished, key=lambda job: job.sequence):
-            with self._ledger.quarantine.isolate_errors(self._ledger.jobs.prefix + job.job_id):
+            with self._ledger.quarantine.quarantine_row_on_error(self._ledger.jobs.prefix + job.job_id):
                 self._sync_with_ledger(job.job_id, job)
         self._orphaned_workers.clear()
         for node_id, held in self._ledger.holds.items():

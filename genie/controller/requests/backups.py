@@ -12,7 +12,7 @@ import secrets
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from genie.controller.backups.backup import StoreSource, open_store_source
+from genie.controller.backups.backup import StoreBackupSource, open_store_backup_source
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger
 from genie.controller.store import Store
@@ -38,7 +38,7 @@ IDLE_TIMEOUT_S = 60.0
 @dataclass(slots=True)
 class _OpenBackup:
     backup_id: str
-    source: StoreSource
+    source: StoreBackupSource
     stack: AsyncExitStack
     last_used_s: float
     buffer: bytearray = field(default_factory=bytearray)
@@ -60,7 +60,7 @@ class BackupRequests:
         return {OpenBackup: self.open_backup, ReadBackup: self.read_backup, CloseBackup: self.close_backup}
 
     async def open_backup(self, connection: Connection, request: OpenBackup) -> BackupOpened:
-        self._ledger.require_up_to_date()
+        self._ledger.check_leading_and_up_to_date()
         async with self._open_lock:
             return await self._open_backup()
 
@@ -69,7 +69,7 @@ class BackupRequests:
         if self._open is not None:
             raise OverloadedError("another backup of the store is running", retry_after_s=_BUSY_RETRY_AFTER_S)
         async with AsyncExitStack() as stack:
-            source = await stack.enter_async_context(open_store_source(self._store))
+            source = await stack.enter_async_context(open_store_backup_source(self._store))
             opened = _OpenBackup(secrets.token_hex(8), source, stack.pop_all(), self._clock.monotonic_s())
         self._open = opened
         return BackupOpened(

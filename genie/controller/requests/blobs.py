@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from genie.controller.blobs.replication import FETCH_WAIT_S_MAX, BlobReplication, FetchOutcome
-from genie.controller.blobs.storage import Blobs, blob_name
+from genie.controller.blobs.replication import BLOB_FETCH_WAIT_S_MAX, BlobFetchOutcome, BlobReplication
+from genie.controller.blobs.storage import BlobStorage, blob_name
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.errors import PermissionError_, StoreUnavailableError, WorkdirError
@@ -30,7 +30,7 @@ class BlobRequests:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: BlobStorage,
         replication: BlobReplication,
         election: Election,
         *,
@@ -72,7 +72,7 @@ class BlobRequests:
         )
         status = await self._offload(put)
         if status.complete:
-            self._replication.request(blob_name(request.digest, connection.identity.tenant))
+            self._replication.request_copy_or_fetch(blob_name(request.digest, connection.identity.tenant))
         return status
 
     async def get_blob(self, connection: Connection, request: GetBlob) -> BlobChunk:
@@ -91,8 +91,10 @@ class BlobRequests:
     async def _fetch_missing(self, digest: str, tenant: str) -> None:
         """Fetch a blob that was uploaded to an earlier leader. Raises StoreUnavailableError, which the agent
         retries, while another controller may still have it."""
-        outcome = await self._replication.fetch(blob_name(digest, tenant), timeout_s=FETCH_WAIT_S_MAX)
-        if outcome is FetchOutcome.SEARCHING:
+        outcome = await self._replication.fetch_from_other_controllers(
+            blob_name(digest, tenant), timeout_s=BLOB_FETCH_WAIT_S_MAX
+        )
+        if outcome is BlobFetchOutcome.SEARCHING:
             raise StoreUnavailableError(
                 f"the working directory {digest[:12]} is not on this controller yet",
                 hint="it is copied from another controller; try again in a moment",

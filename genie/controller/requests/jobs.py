@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from genie.controller.blobs.replication import FETCH_WAIT_S_MAX, BlobReplication
-from genie.controller.blobs.storage import Blobs, blob_name
+from genie.controller.blobs.replication import BLOB_FETCH_WAIT_S_MAX, BlobReplication
+from genie.controller.blobs.storage import BlobStorage, blob_name
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
@@ -41,7 +41,7 @@ class JobRequests:
         submission: JobSubmission,
         lifecycle: JobLifecycle,
         planner: Planner,
-        blobs: Blobs,
+        blobs: BlobStorage,
         replication: BlobReplication,
         election: Election,
         *,
@@ -74,7 +74,7 @@ class JobRequests:
         """The job is durable when this returns; a job that stays queued has its pending reason, unless the
         queue is long."""
         jobs, identity = self._jobs, connection.identity
-        spec = connection.check_spec_once(request.spec)
+        spec = connection.check_job_spec_once(request.spec)
         self._election.require_fencing_token()
         if self._submission.find_by_request_id(identity.tenant, request.request_id) is None:
             await self._check_can_run(spec, identity)
@@ -107,14 +107,14 @@ class JobRequests:
         stat = partial(self._blobs.get_status, workdir.digest, tenant=tenant)
         status = await self._offload(stat)
         if not status.complete:  # perhaps uploaded to an earlier leader
-            await self._replication.fetch(name, timeout_s=FETCH_WAIT_S_MAX)
+            await self._replication.fetch_from_other_controllers(name, timeout_s=BLOB_FETCH_WAIT_S_MAX)
             status = await self._offload(stat)
         if not status.complete or status.received_bytes != workdir.size_bytes:
             raise WorkdirError(
                 f"the working directory {workdir.digest[:12]} of job {job_name!r} has not been uploaded",
                 hint="upload it first",
             )
-        await self._replication.wait_for_copy(name)
+        await self._replication.wait_for_first_copy(name)
 
     async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
         self._check_readable()

@@ -16,7 +16,7 @@ from genie.controller.election import Election
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.admission import Admission, Certificates
 from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenUsage
-from genie.controller.tokens import Tokens
+from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     AccessError,
     BlobSpaceError,
@@ -78,7 +78,7 @@ class RequestService:
         *,
         ledger: Ledger,
         election: Election,
-        tokens: Tokens,
+        tokens: TokenRegistry,
         admission: Admission,
         certificates: Certificates,
         connections: Connections,
@@ -150,7 +150,7 @@ class RequestService:
             if connection.token_usage is not None:
                 self._charge_request(connection, connection.token_usage, request)
             check_request_allowed(connection.authenticated_as, request)
-            self._tokens.check_still_valid(connection.authenticated_as)
+            self._tokens.check_token_still_valid(connection.authenticated_as)
             if not self._ledger.is_up_to_date and kind not in _ALLOWED_WHILE_LOADING:
                 self._check_not_loading()
         handler, usage = self._handlers[kind], connection.token_usage
@@ -163,7 +163,7 @@ class RequestService:
             if kind in LIST_REQUESTS
             else handler(connection, request)
         )
-        return self._request_limits.await_counted_in_flight(
+        return self._request_limits.await_reply_counted_in_flight(
             usage,
             _with_store_cause(reply) if usage.is_owner else _without_store_details(reply),
             size_bytes=size_bytes,
@@ -171,7 +171,9 @@ class RequestService:
 
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
         try:
-            self._request_limits.charge(usage, request, size_bytes=connection.peer.request_bytes)
+            self._request_limits.check_and_charge_request(
+                usage, request, size_bytes=connection.peer.request_bytes
+            )
         except OverloadedError:
             if usage.rate_limit.is_debt_at_max:
                 _log.info(
@@ -183,7 +185,7 @@ class RequestService:
 
     def _check_not_loading(self) -> None:
         if self._election.is_leading:
-            self._ledger.require_up_to_date()
+            self._ledger.check_leading_and_up_to_date()
 
     async def _handle_hello(self, connection: Connection, request: Hello) -> Welcome:
         if connection.authenticated_as is not None:
@@ -192,9 +194,9 @@ class RequestService:
         check_text(request.version, what="version")
         await wait_event(self._ready_event, clock=self._clock, timeout_s=HELLO_READY_TIMEOUT_S)
         identity = await self._verify_identity(connection, request.token)
-        usage = self._request_limits.get_usage(identity)
+        usage = self._request_limits.get_token_usage(identity)
         if usage is not None:
-            self._request_limits.charge(usage, request)
+            self._request_limits.check_and_charge_request(usage, request)
         self._connections.authenticate(connection, identity, controllers=self._get_controllers())
         connection.token_usage = usage
         record = self._ledger.cluster.get("")
@@ -204,7 +206,7 @@ class RequestService:
             tenant=identity.tenant,
             kind=identity.kind,
             leading=self._ledger.is_up_to_date,
-            controllers=connection.announced_controllers,
+            controllers=connection.announced_controller_addresses,
         )
 
     async def _handle_server_hello(self, connection: Connection, request: ServerHello) -> Done:
@@ -219,7 +221,7 @@ class RequestService:
 
     async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:
-            identity = await self._tokens.identify(token)
+            identity = await self._tokens.authenticate_token(token)
             if identity.kind is TokenKind.NODE:
                 self._admission.check_node_certificate(
                     identity.name, connection.peer.channel.certificate_name

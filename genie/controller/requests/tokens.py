@@ -8,7 +8,7 @@ import msgspec
 
 from genie.controller.connection import Connection, Handlers
 from genie.controller.requests.reply_size import truncate_to_reply
-from genie.controller.tokens import Tokens
+from genie.controller.tokens import TokenRegistry
 from genie.model.messages import CreateToken, Done, ListTokens, RevokeToken, TokenCreated, TokensReply
 
 
@@ -16,7 +16,7 @@ class TokenRequests:
     """`disconnect` closes the connections that were opened with a token ID."""
 
     def __init__(
-        self, tokens: Tokens, *, disconnect: Callable[[str], None], check_readable: Callable[[], None]
+        self, tokens: TokenRegistry, *, disconnect: Callable[[str], None], check_readable: Callable[[], None]
     ) -> None:
         self._tokens = tokens
         self._disconnect_token = disconnect
@@ -31,7 +31,7 @@ class TokenRequests:
 
     async def list_tokens(self, connection: Connection, request: ListTokens) -> TokensReply:
         self._check_readable()
-        tokens, more = truncate_to_reply(self._tokens.records_after(request.after_token_id))
+        tokens, more = truncate_to_reply(self._tokens.token_records_after(request.after_token_id))
         return TokensReply(tokens=tokens, more=more)
 
     async def create_token(self, connection: Connection, request: CreateToken) -> TokenCreated:

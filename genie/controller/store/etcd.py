@@ -23,7 +23,7 @@ from genie.controller.store.etcd_watch import EtcdWatch
 from genie.controller.store.limits import (
     check_after_revision,
     check_range_limit,
-    check_transaction,
+    check_transaction_and_get_size_bytes,
     check_ttl,
     encode_key,
     key_range,
@@ -118,7 +118,7 @@ class EtcdStore:
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
-        check_transaction(compares, operations)
+        check_transaction_and_get_size_bytes(compares, operations)
         request = rpc_pb2.TxnRequest(
             compare=[self._to_etcd_compare(compare) for compare in compares],
             success=[self._to_etcd_operation(operation) for operation in operations],
@@ -133,10 +133,10 @@ class EtcdStore:
                 idempotent=False,
             )
         except StoreFullError as error:
-            return await self._check_applied_despite_no_space(
+            return await self._result_if_applied_despite_no_space(
                 error, operations, revision_before=before, timeout_s=timeout_s
             )
-        self._record_revision(response.header)
+        self._record_highest_revision_seen(response.header)
         return TxnResult(succeeded=response.succeeded, revision=response.header.revision)
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
@@ -257,7 +257,7 @@ class EtcdStore:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _check_applied_despite_no_space(
+    async def _result_if_applied_despite_no_space(
         self,
         error: StoreFullError,
         operations: Sequence[Put | Delete],
@@ -303,10 +303,10 @@ class EtcdStore:
         response = await self._channels.call_unary(
             lambda member: member.kv_stub.Range, request, action="range", timeout_s=timeout_s, idempotent=True
         )
-        self._record_revision(response.header)
+        self._record_highest_revision_seen(response.header)
         return response
 
-    def _record_revision(self, header: rpc_pb2.ResponseHeader) -> None:
+    def _record_highest_revision_seen(self, header: rpc_pb2.ResponseHeader) -> None:
         self._highest_revision_seen = max(self._highest_revision_seen, header.revision)
 
     def _to_etcd_compare(self, compare: Compare) -> rpc_pb2.Compare:

@@ -38,8 +38,8 @@ from genie.processes.clock import Clock
 log = logging.getLogger(__name__)
 
 MEMBER_PROBE_TIMEOUT_S = 1.0
-RETRY_INTERVAL_S = 0.05
-CLOSE_TIMEOUT_S = 0.5
+CALL_RETRY_INTERVAL_S = 0.05
+CALL_END_WAIT_TIMEOUT_S = 0.5
 REPLACED_CHANNEL_GRACE_S = 2.0
 """For calls of other tasks on the channels to endpoints that were replaced."""
 SECRETS_READ_INTERVAL_S = 1.0
@@ -95,7 +95,7 @@ class EtcdChannels:
         self._secrets = _read_secrets(address)
         self._members = self._open_members()
         self._login_token = ""
-        self._file_threads = DaemonPool(1, name="genie-etcd-files")
+        self._secrets_read_threads = DaemonPool(1, name="genie-etcd-files")
         self._secrets_read_at_s = -math.inf
         self.is_closed = False
 
@@ -135,38 +135,38 @@ class EtcdChannels:
         while True:
             member = await self.get_ready_member(deadline_s)
             try:
-                return await self.translate_cancellation(
-                    member, send(member, self._attempt_timeout_s(deadline_s, idempotent))
+                return await self.await_translating_channel_close(
+                    member, send(member, self._single_attempt_timeout_s(deadline_s, idempotent))
                 )
             except StoreUnavailableError:
-                self.check_open()
-                is_overdue = self._now_s() + RETRY_INTERVAL_S >= deadline_s
+                self.check_channels_open()
+                is_overdue = self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s
                 if not (member.is_replaced and idempotent) or is_overdue:
                     raise
             except grpc.aio.AioRpcError as error:
                 if is_token_rejected(error) and not login_was_reset:
                     login_was_reset = True
-                    self.forget_login(member)
+                    self.forget_login_token(member)
                     continue
-                may_retry = self._may_retry(error, member, idempotent)
-                if not may_retry or self._now_s() + RETRY_INTERVAL_S >= deadline_s:
+                may_retry = self._can_retry_call(error, member, idempotent)
+                if not may_retry or self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s:
                     raise to_genie_error(error, action=action, endpoint=member.endpoint) from error
-            await self._clock.sleep(RETRY_INTERVAL_S)
+            await self._clock.sleep(CALL_RETRY_INTERVAL_S)
 
     async def get_ready_member(self, deadline_s: float) -> EtcdMember:
         """Returns a connected member of a supported version; the last one that worked is preferred."""
         while True:
-            self.check_open()
+            self.check_channels_open()
             reasons: dict[str, str] = {}
             members = self._members
             for member in list(members):
                 try:
-                    await self._make_ready(member, deadline_s)
+                    await self._connect_and_check_member(member, deadline_s)
                     return member
                 except grpc.aio.AioRpcError as error:
-                    self.check_open()
+                    self.check_channels_open()
                     reasons[member.endpoint] = error.details() or error.code().name
-                    self.deprioritize(member)
+                    self.move_member_to_end(member)
                 except StoreUnavailableError:
                     if not member.is_replaced or self.is_closed:
                         raise
@@ -174,30 +174,30 @@ class EtcdChannels:
                     break
             else:
                 await self._raise_if_all_failed_on_tls(reasons, deadline_s)
-            if self._now_s() + RETRY_INTERVAL_S >= deadline_s:
+            if self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s:
                 raise StoreUnavailableError(
                     f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
                     hint="is etcd running and reachable?",
                 )
-            await self._clock.sleep(RETRY_INTERVAL_S)
+            await self._clock.sleep(CALL_RETRY_INTERVAL_S)
 
     async def replace_address(self, address: EtcdAddress) -> None:
         """Connects to these endpoints with the current contents of the certificate files.
 
         Calls under way get a moment to finish; watches reconnect."""
         loop = asyncio.get_running_loop()
-        secrets = await loop.run_in_executor(self._file_threads, _read_secrets, address)
-        self.check_open()
+        secrets = await loop.run_in_executor(self._secrets_read_threads, _read_secrets, address)
+        self.check_channels_open()
         self._address, self._secrets, self._login_token = address, secrets, ""
-        await self._replace_members(grace_s=REPLACED_CHANNEL_GRACE_S)
+        await self._replace_member_channels(grace_s=REPLACED_CHANNEL_GRACE_S)
 
-    def deprioritize(self, member: EtcdMember) -> None:
+    def move_member_to_end(self, member: EtcdMember) -> None:
         """Moves the member to the end of the preference order."""
         if member in self._members:
             self._members.remove(member)
             self._members.append(member)
 
-    def forget_login(self, member: EtcdMember) -> None:
+    def forget_login_token(self, member: EtcdMember) -> None:
         """Makes the next call log in again. Raises StoreAccessError when the URL has no user."""
         if not self._address.user:
             raise StoreAccessError(
@@ -206,11 +206,13 @@ class EtcdChannels:
             )
         self._login_token = ""
 
-    def check_open(self) -> None:
+    def check_channels_open(self) -> None:
         if self.is_closed:
             raise StoreUnavailableError(f"the store {self._address} is closed")
 
-    async def translate_cancellation(self, member: EtcdMember, response: Awaitable[_Result]) -> _Result:
+    async def await_translating_channel_close(
+        self, member: EtcdMember, response: Awaitable[_Result]
+    ) -> _Result:
         """Raises StoreUnavailableError instead of the CancelledError that grpc.aio raises in a call whose
         channel is closed by another task."""
         try:
@@ -228,10 +230,10 @@ class EtcdChannels:
         members, self._members = self._members, []
         for member in members:
             await member.channel.close(None)
-        self._file_threads.shutdown(wait=False, cancel_futures=True)
+        self._secrets_read_threads.shutdown(wait=False, cancel_futures=True)
         await _wait_for_grpc_call_tasks()
 
-    async def _make_ready(self, member: EtcdMember, deadline_s: float) -> None:
+    async def _connect_and_check_member(self, member: EtcdMember, deadline_s: float) -> None:
         # Another task may close the channel during each await; grpc.aio then raises UsageError for new calls.
         self._check_channel_open(member)
         # In this order: a deprioritized member may still be connected.
@@ -243,7 +245,7 @@ class EtcdChannels:
             self._check_channel_open(member)
 
     def _check_channel_open(self, member: EtcdMember) -> None:
-        self.check_open()
+        self.check_channels_open()
         if member.is_replaced:
             raise StoreUnavailableError(
                 f"etcd at {member.endpoint}: the connection was replaced because the endpoints or the "
@@ -252,7 +254,7 @@ class EtcdChannels:
 
     async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
         remaining_s = max(0.001, min(MEMBER_PROBE_TIMEOUT_S, deadline_s - self._now_s()))
-        status = await self.translate_cancellation(
+        status = await self.await_translating_channel_close(
             member, member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
         )
         check_etcd_version(status.version, endpoint=member.endpoint)
@@ -264,7 +266,7 @@ class EtcdChannels:
         request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._secrets.password)
         remaining_s = max(0.001, deadline_s - self._now_s())
         try:
-            response = await self.translate_cancellation(
+            response = await self.await_translating_channel_close(
                 member, member.auth_stub.Authenticate(request, timeout=remaining_s)
             )
         except grpc.aio.AioRpcError as error:
@@ -277,14 +279,14 @@ class EtcdChannels:
             raise
         self._login_token = response.token
 
-    def _may_retry(self, error: grpc.aio.AioRpcError, member: EtcdMember, idempotent: bool) -> bool:
+    def _can_retry_call(self, error: grpc.aio.AioRpcError, member: EtcdMember, idempotent: bool) -> bool:
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if lost:
-            self.deprioritize(member)
+            self.move_member_to_end(member)
         # Without a leader, the member rejects the request before applying it.
         return lost and (idempotent or error.details() == NO_LEADER_MESSAGE)
 
-    def _attempt_timeout_s(self, deadline_s: float, idempotent: bool) -> float:
+    def _single_attempt_timeout_s(self, deadline_s: float, idempotent: bool) -> float:
         remaining_s = max(0.001, deadline_s - self._now_s())
         # Reserve time for another endpoint in case this one does not respond.
         return remaining_s / 2 if idempotent and len(self._members) > 1 else remaining_s
@@ -308,7 +310,7 @@ class EtcdChannels:
         """Uses the password and certificates that the files contain now, from the next call on. Files that
         cannot be read change nothing."""
         secrets = await self._try_read_secrets(deadline_s)
-        self.check_open()
+        self.check_channels_open()
         if secrets is None or secrets == self._secrets:
             return
         log.info("store %s: its certificate or password files have changed", self._address)
@@ -316,9 +318,9 @@ class EtcdChannels:
         self._secrets, self._login_token = secrets, ""
         if not is_only_password:
             # Without a grace period: the caller has a deadline, and the old credentials do not work.
-            await self._replace_members(grace_s=None)
+            await self._replace_member_channels(grace_s=None)
 
-    async def _replace_members(self, *, grace_s: float | None) -> None:
+    async def _replace_member_channels(self, *, grace_s: float | None) -> None:
         """Opens new channels. Calls on the old ones that take longer than `grace_s` fail as unavailable."""
         replaced, self._members = self._members, self._open_members()
         for member in replaced:
@@ -331,7 +333,9 @@ class EtcdChannels:
         if now_s - self._secrets_read_at_s < SECRETS_READ_INTERVAL_S:
             return None
         self._secrets_read_at_s = now_s
-        reading = asyncio.get_running_loop().run_in_executor(self._file_threads, _read_secrets, self._address)
+        reading = asyncio.get_running_loop().run_in_executor(
+            self._secrets_read_threads, _read_secrets, self._address
+        )
         try:
             async with asyncio.timeout(min(SECRETS_READ_TIMEOUT_S, max(0.0, deadline_s - now_s))):
                 return await reading
@@ -355,7 +359,7 @@ async def _wait_for_grpc_call_tasks() -> None:
         if task is not current and "_AioCall." in getattr(task.get_coro(), "__qualname__", "")
     ]
     if ending:
-        await asyncio.wait(ending, timeout=CLOSE_TIMEOUT_S)
+        await asyncio.wait(ending, timeout=CALL_END_WAIT_TIMEOUT_S)
 
 
 def _open_channel(

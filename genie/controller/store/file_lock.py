@@ -12,7 +12,7 @@ from genie.processes.files import FileLock, read_lock_holder_pid
 PRIVATE_FILE_MODE = 0o600
 
 
-def acquire_lock(path: Path) -> FileLock:
+def acquire_store_file_lock(path: Path) -> FileLock:
     """Acquires the lock without waiting. Raises StoreUnavailableError with the holder's pid if known."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -13,10 +13,10 @@ from itertools import islice
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import CompactedError, UsageError
 
-PAGE_EVENTS_MAX = 500
-PAGE_BYTES_MAX = 4 * 1024 * 1024
+HISTORY_PAGE_EVENTS_MAX = 500
+HISTORY_PAGE_BYTES_MAX = 4 * 1024 * 1024
 HISTORY_BYTES_MAX = 32 * 1024 * 1024
-_CHANGE_OVERHEAD_BYTES = 150
+_CHANGE_MEMORY_OVERHEAD_BYTES = 150
 """Approximate overhead of an entry in addition to its key and value."""
 
 KeyChange = tuple[bytes, bytes | None]
@@ -35,10 +35,10 @@ class HistoryPosition:
 class HistoryPage:
     events: tuple[WatchEvent, ...]
     next_position: HistoryPosition
-    is_complete: bool
+    is_last_page: bool
 
 
-class History:
+class RevisionHistory:
     def __init__(self, *, revision: int, revisions_max: int) -> None:
         """Starts empty: history up to `revision` is not available."""
         self.compacted_revision = revision
@@ -49,7 +49,9 @@ class History:
 
     def append_revision(self, changes: Sequence[KeyChange]) -> None:
         """Appends the next revision. Drops the oldest ones when the limit is exceeded by a tenth."""
-        size_bytes = sum(len(key) + len(value or b"") + _CHANGE_OVERHEAD_BYTES for key, value in changes)
+        size_bytes = sum(
+            len(key) + len(value or b"") + _CHANGE_MEMORY_OVERHEAD_BYTES for key, value in changes
+        )
         self._changes_and_size_by_revision.append((changes, size_bytes))
         self._size_bytes += size_bytes
         if len(self._changes_and_size_by_revision) > self._revisions_max + max(1, self._revisions_max // 10):
@@ -77,7 +79,7 @@ class History:
             )
         first, end = key_range
         events: list[WatchEvent] = []
-        remaining_bytes, skipped = PAGE_BYTES_MAX, position.skipped_changes
+        remaining_bytes, skipped = HISTORY_PAGE_BYTES_MAX, position.skipped_changes
         start = position.revision - self.compacted_revision - 1
         for revision, (changes, _) in enumerate(
             islice(self._changes_and_size_by_revision, start, None), position.revision
@@ -87,11 +89,11 @@ class History:
                     continue
                 events.append(WatchEvent(key.decode(), value, revision))
                 remaining_bytes -= len(value or b"")
-                if len(events) == PAGE_EVENTS_MAX or remaining_bytes <= 0:
-                    return HistoryPage(tuple(events), HistoryPosition(revision, number), is_complete=False)
+                if len(events) == HISTORY_PAGE_EVENTS_MAX or remaining_bytes <= 0:
+                    return HistoryPage(tuple(events), HistoryPosition(revision, number), is_last_page=False)
             skipped = 0
         behind = max(position.revision, self.compacted_revision + len(self._changes_and_size_by_revision) + 1)
-        return HistoryPage(tuple(events), HistoryPosition(behind), is_complete=True)
+        return HistoryPage(tuple(events), HistoryPosition(behind), is_last_page=True)
 
     def _drop_oldest_revision(self) -> None:
         _, size_bytes = self._changes_and_size_by_revision.popleft()

@@ -35,25 +35,27 @@ class LeaseTimers:
         self._expire_lease = expire
         self._leases: dict[int, _Lease] = {}
 
-    def check_lease_count(self) -> None:
+    def check_lease_limit(self) -> None:
         if len(self._leases) >= LEASES_MAX:
             raise UsageError(
                 f"the limit of {LEASES_MAX} leases is reached", hint="revoke leases that are not needed"
             )
 
-    def start(self, lease_id: int, *, ttl_s: float) -> None:
+    def start_timer(self, lease_id: int, *, ttl_s: float) -> None:
         lease = _Lease(ttl_s, self._clock.monotonic_s() + ttl_s)
         self._leases[lease_id] = lease
-        lease.timer = self._background.start_task(self._run_timer(lease_id, lease), name=f"lease-{lease_id}")
+        lease.timer = self._background.start_task(
+            self._expire_lease_at_deadline(lease_id, lease), name=f"lease-{lease_id}"
+        )
 
-    def renew(self, lease_id: int) -> None:
+    def renew_timer(self, lease_id: int) -> None:
         """Restarts the TTL. Raises LeaseLostError if the lease was revoked or its deadline has passed."""
         if self.is_expired_or_revoked(lease_id):
             raise LeaseLostError(f"lease {lease_id} has expired or was revoked", hint="grant a new one")
         lease = self._leases[lease_id]
         lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
 
-    def extend_all(self, *, by_s: float) -> None:
+    def extend_all_timers(self, *, by_s: float) -> None:
         """Restarts the TTL of every lease, once with `by_s` more, as a new leader of etcd does."""
         for lease in self._leases.values():
             lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s + by_s
@@ -62,13 +64,13 @@ class LeaseTimers:
         lease = self._leases.get(lease_id)
         return lease is None or self._clock.monotonic_s() >= lease.deadline_s
 
-    def stop(self, lease_id: int) -> None:
+    def stop_timer(self, lease_id: int) -> None:
         """Removes the lease without expiring it. Ignores an unknown lease."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.timer is not None:
             lease.timer.cancel()
 
-    async def _run_timer(self, lease_id: int, lease: _Lease) -> None:
+    async def _expire_lease_at_deadline(self, lease_id: int, lease: _Lease) -> None:
         while (remaining_s := lease.deadline_s - self._clock.monotonic_s()) > 0:
             await self._clock.sleep(remaining_s)
         self._leases.pop(lease_id, None)

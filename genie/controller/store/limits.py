@@ -55,7 +55,7 @@ def check_ttl(ttl_s: float) -> None:
         raise UsageError(f"lease TTL {ttl_s} s is not above 0 and at most {LEASE_TTL_S_MAX:.0f} s")
 
 
-def check_transaction(
+def check_transaction_and_get_size_bytes(
     compares: Sequence[Compare], operations: Sequence[Put | Delete], *, ops_max: int = TXN_OPS_MAX
 ) -> int:
     """Checks a transaction and returns its size in bytes, as counted against TXN_BYTES_MAX."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CONTROLLER_DIRECTORY = "controller"
 """Directory of a controller below the state directory."""
-LOCAL_ETCD = "etcd"
+LOCAL_ETCD_STORE = "etcd"
 """The store setting for the etcd cluster that Genie starts and supervises."""
 SQLITE_FILE_NAME = "store.sqlite3"
 
@@ -32,8 +32,8 @@ async def open_store(
     if scheme == "sqlite":
         from genie.controller.store.sqlite import SqliteStore
 
-        return await SqliteStore.open(_sqlite_path(url, rest, state_dir), clock=clock)
-    if url == LOCAL_ETCD or (scheme in ("etcd", "etcds") and rest.startswith("//")):
+        return await SqliteStore.open(_parse_sqlite_path(url, rest, state_dir), clock=clock)
+    if url == LOCAL_ETCD_STORE or (scheme in ("etcd", "etcds") and rest.startswith("//")):
         try:
             from genie.controller.store.etcd import EtcdStore
         except ImportError as error:
@@ -42,7 +42,7 @@ async def open_store(
                 hint="pip install 'genie-gpu[etcd]'",
             ) from error
 
-        if url == LOCAL_ETCD:
+        if url == LOCAL_ETCD_STORE:
             if local_etcd is None:
                 raise _no_local_member_error(state_dir)
             return await EtcdStore.open_address(local_etcd, clock=clock)
@@ -53,10 +53,10 @@ async def open_store(
 def sqlite_store_path(url: str, *, state_dir: Path) -> Path | None:
     """The file of an embedded store; None for etcd. Raises ConfigError for an invalid URL."""
     scheme, _, rest = url.partition(":")
-    return _sqlite_path(url, rest, state_dir) if scheme == "sqlite" else None
+    return _parse_sqlite_path(url, rest, state_dir) if scheme == "sqlite" else None
 
 
-def _sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:
+def _parse_sqlite_path(url: str, path_text: str, state_dir: Path) -> Path:
     if url == "sqlite":
         return state_dir / SQLITE_FILE_NAME
     if not path_text.startswith("/") or path_text.startswith("//") or path_text.endswith("/"):

@@ -30,7 +30,7 @@ from genie.controller.store.leases import LeaseTimers
 from genie.controller.store.limits import (
     check_after_revision,
     check_range_limit,
-    check_transaction,
+    check_transaction_and_get_size_bytes,
     check_ttl,
     encode_key,
     key_range,
@@ -55,17 +55,17 @@ log = logging.getLogger(__name__)
 QUEUED_REQUESTS_MAX = 512
 GROUP_REQUESTS_MAX = 128
 GROUP_BYTES_MAX = 8 * 1024 * 1024
-FILE_BYTES_MAX = 8 * 1024 * 1024 * 1024
-HISTORY_REVISIONS = 1000
+STORE_FILE_BYTES_MAX = 8 * 1024 * 1024 * 1024
+HISTORY_REVISIONS_MAX = 1000
 """In memory, and only for watches: the leader, the only process with this file open, needs none."""
-WATCH_READ_TIMEOUT_S = 30.0
-LEASE_EXPIRY_RETRY_S = 1.0
+INTERNAL_CALL_TIMEOUT_S = 30.0
+LEASE_EXPIRY_RETRY_INTERVAL_S = 1.0
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
-class _Request:
+class _QueuedCall:
     call: FileCall
     response: asyncio.Future[Any]  # Any: requests of every kind share one queue
     size_bytes: int
@@ -83,11 +83,11 @@ class SqliteStore:
         self._thread = thread
         self._background = background
         self._clock = clock
-        self._queue: asyncio.Queue[_Request] = asyncio.Queue(QUEUED_REQUESTS_MAX)
-        self._executing_group: list[_Request] = []
+        self._queue: asyncio.Queue[_QueuedCall] = asyncio.Queue(QUEUED_REQUESTS_MAX)
+        self._executing_group: list[_QueuedCall] = []
         """The requests being executed by the thread."""
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._idle_event = asyncio.Event()
+        self._idle_event.set()
         self._lease_timers = LeaseTimers(clock=clock, background=background, expire=self._expire_lease)
         self._watches: set[_SqliteWatch] = set()
         self._is_closing = False
@@ -102,8 +102,8 @@ class SqliteStore:
         path: Path,
         *,
         clock: Clock | None = None,
-        history_revisions: int = HISTORY_REVISIONS,
-        size_bytes_max: int = FILE_BYTES_MAX,
+        history_revisions: int = HISTORY_REVISIONS_MAX,
+        size_bytes_max: int = STORE_FILE_BYTES_MAX,
     ) -> SqliteStore:
         """Opens the file; creates it (0600) and its directory if missing.
 
@@ -133,25 +133,25 @@ class SqliteStore:
     ) -> RangeResult:
         check_range_limit(limit)
         key_range(prefix, start_after=start_after)
-        return await self._execute(
+        return await self._execute_in_store_thread(
             lambda file: file.range(prefix, start_after=start_after, limit=limit), timeout_s=timeout_s
         )
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         encode_key(key)
-        return await self._execute(lambda file: file.get(key), timeout_s=timeout_s)
+        return await self._execute_in_store_thread(lambda file: file.get(key), timeout_s=timeout_s)
 
     async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
-        return await self._execute(lambda file: file.measure_space(), timeout_s=timeout_s)
+        return await self._execute_in_store_thread(lambda file: file.measure_space(), timeout_s=timeout_s)
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         compares, operations = tuple(compares), tuple(operations)
-        size_bytes = check_transaction(compares, operations, ops_max=self.txn_ops_max)
+        size_bytes = check_transaction_and_get_size_bytes(compares, operations, ops_max=self.txn_ops_max)
         named = {op.lease_id for op in operations if isinstance(op, Put) and op.lease_id}
         lost = frozenset(lease_id for lease_id in named if self._lease_timers.is_expired_or_revoked(lease_id))
-        return await self._execute(
+        return await self._execute_in_store_thread(
             lambda file: file.commit(compares, operations, lost_leases=lost),
             timeout_s=timeout_s,
             size_bytes=size_bytes,
@@ -159,23 +159,23 @@ class SqliteStore:
 
     async def grant_lease(self, ttl_s: float, *, timeout_s: float = 5.0) -> int:
         check_ttl(ttl_s)
-        self._lease_timers.check_lease_count()
-        lease_id = await self._execute(SqliteFile.grant_lease, timeout_s=timeout_s)
-        self._lease_timers.start(lease_id, ttl_s=ttl_s)
+        self._lease_timers.check_lease_limit()
+        lease_id = await self._execute_in_store_thread(SqliteFile.grant_lease, timeout_s=timeout_s)
+        self._lease_timers.start_timer(lease_id, ttl_s=ttl_s)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         # In memory only: a lease does not outlive the process.
         self._check_not_closing()
-        self._lease_timers.renew(lease_id)
+        self._lease_timers.renew_timer(lease_id)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
-        await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=timeout_s)
-        self._lease_timers.stop(lease_id)
+        await self._execute_in_store_thread(lambda file: file.revoke_lease(lease_id), timeout_s=timeout_s)
+        self._lease_timers.stop_timer(lease_id)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
         """Drops the history up to `revision` now. The store also compacts automatically."""
-        await self._execute(lambda file: file.compact(revision), timeout_s=timeout_s)
+        await self._execute_in_store_thread(lambda file: file.compact(revision), timeout_s=timeout_s)
 
     @asynccontextmanager
     async def watch(self, prefix: str, *, after_revision: int) -> AsyncIterator[AsyncIterator[WatchEvent]]:
@@ -192,13 +192,17 @@ class SqliteStore:
     async def snapshot(self, *, timeout_s: float = 5.0) -> AsyncIterator[Snapshot]:
         owner = object()
         try:
-            revision = await self._execute(lambda file: file.begin_snapshot(owner), timeout_s=timeout_s)
+            revision = await self._execute_in_store_thread(
+                lambda file: file.begin_snapshot(owner), timeout_s=timeout_s
+            )
             yield _SqliteSnapshotReader(self, revision)
         finally:
             if not self._is_closing:
                 # Shielded: otherwise each later write would be preserved for a reader that is gone.
                 await asyncio.shield(
-                    self._execute(lambda file: file.end_snapshot(owner), timeout_s=WATCH_READ_TIMEOUT_S)
+                    self._execute_in_store_thread(
+                        lambda file: file.end_snapshot(owner), timeout_s=INTERNAL_CALL_TIMEOUT_S
+                    )
                 )
 
     async def close(self) -> None:
@@ -209,8 +213,8 @@ class SqliteStore:
                 return
             for watch in self._watches:
                 watch.wake()
-            while not self._is_idle.is_set():  # a caller that waited for the queue may come first
-                await self._is_idle.wait()
+            while not self._idle_event.is_set():  # a caller that waited for the queue may come first
+                await self._idle_event.wait()
             self._is_thread_stopped = True
             await self._background.close()
             await asyncio.get_running_loop().run_in_executor(self._thread, self._file.close)
@@ -219,14 +223,14 @@ class SqliteStore:
 
     # -- the queue ----------------------------------------------------------------------------
 
-    async def _execute(
+    async def _execute_in_store_thread(
         self, call: Callable[[SqliteFile], _Result], *, timeout_s: float, size_bytes: int = 0
     ) -> _Result:
         self._check_not_closing()
         response: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._queue.put(_Request(call, response, size_bytes))
+                await self._queue.put(_QueuedCall(call, response, size_bytes))
                 self._check_background_running()
                 self._submit_next_group()
                 return await response
@@ -252,18 +256,18 @@ class SqliteStore:
         each commit would wait for two more iterations."""
         if self._executing_group:
             return
-        self._executing_group = self._take_next_group()
+        self._executing_group = self._dequeue_next_group()
         if not self._executing_group:
-            self._is_idle.set()
+            self._idle_event.set()
             return
-        self._is_idle.clear()
+        self._idle_event.clear()
         loop, calls = asyncio.get_running_loop(), [request.call for request in self._executing_group]
         self._thread.submit(
-            lambda: loop.call_soon_threadsafe(self._deliver_results, self._run_in_thread(calls))
+            lambda: loop.call_soon_threadsafe(self._deliver_group_results, self._run_group_in_thread(calls))
         )
 
-    def _take_next_group(self) -> list[_Request]:
-        group: list[_Request] = []
+    def _dequeue_next_group(self) -> list[_QueuedCall]:
+        group: list[_QueuedCall] = []
         size_bytes = 0
         while not self._queue.empty() and len(group) < GROUP_REQUESTS_MAX and size_bytes <= GROUP_BYTES_MAX:
             request = self._queue.get_nowait()
@@ -273,7 +277,7 @@ class SqliteStore:
                 size_bytes += request.size_bytes
         return group
 
-    def _run_in_thread(self, calls: Sequence[FileCall]) -> GroupResult | BaseException:
+    def _run_group_in_thread(self, calls: Sequence[FileCall]) -> GroupResult | BaseException:
         """Runs in the thread."""
         try:
             return self._file.run_group(calls)
@@ -282,14 +286,14 @@ class SqliteStore:
             log.exception("store %s: a group of %d requests failed", self.path, len(calls))
             return error
 
-    def _deliver_results(self, result: GroupResult | BaseException) -> None:
+    def _deliver_group_results(self, result: GroupResult | BaseException) -> None:
         group, self._executing_group = self._executing_group, []
         if isinstance(result, GroupResult):
             self._notify_watches(result)
         outcomes = (
             result.outcomes
             if isinstance(result, GroupResult)
-            else [self._internal_error(result) for _ in group]
+            else [self._to_internal_error(result) for _ in group]
         )
         self._submit_next_group()
         for request, outcome in zip(group, outcomes, strict=True):
@@ -300,7 +304,7 @@ class SqliteStore:
             else:
                 request.response.set_result(outcome)
 
-    def _internal_error(self, error: BaseException) -> StoreUnavailableError:
+    def _to_internal_error(self, error: BaseException) -> StoreUnavailableError:
         return StoreUnavailableError(
             f"internal error in the store {self.path}: {error!r}",
             hint="a write may have been applied: read the key to find out",
@@ -314,7 +318,9 @@ class SqliteStore:
         """Retries until it succeeds or the store closes: a full disk must not keep keys of expired leases."""
         while not self._is_closing:
             try:
-                await self._execute(lambda file: file.revoke_lease(lease_id), timeout_s=WATCH_READ_TIMEOUT_S)
+                await self._execute_in_store_thread(
+                    lambda file: file.revoke_lease(lease_id), timeout_s=INTERNAL_CALL_TIMEOUT_S
+                )
                 return
             except StoreError as error:
                 log.warning(
@@ -323,7 +329,7 @@ class SqliteStore:
                     lease_id,
                     error,
                 )
-                await self._clock.sleep(LEASE_EXPIRY_RETRY_S)
+                await self._clock.sleep(LEASE_EXPIRY_RETRY_INTERVAL_S)
 
 
 class _SqliteSnapshotReader:
@@ -334,7 +340,7 @@ class _SqliteSnapshotReader:
 
     async def read_page(self, *, timeout_s: float = 30.0) -> tuple[KeyValue, ...]:
         after = self._last_key
-        page = await self._store._execute(
+        page = await self._store._execute_in_store_thread(
             lambda file: file.read_snapshot(start_after=after), timeout_s=timeout_s
         )
         self._last_key = page[-1].key if page else after
@@ -352,7 +358,7 @@ class _SqliteWatch:
         self._page_events: deque[WatchEvent] = deque()
         self._change_event = asyncio.Event()
         self._change_event.set()
-        self._is_reading = False
+        self._is_reading_page = False
 
     def __aiter__(self) -> AsyncIterator[WatchEvent]:
         return self
@@ -372,24 +378,24 @@ class _SqliteWatch:
         first, end = self._key_range
         if any(first <= key < end for key in result.changed_keys):
             self._change_event.set()
-        elif not self._is_reading and not self._change_event.is_set():
+        elif not self._is_reading_page and not self._change_event.is_set():
             self._next_position = HistoryPosition(max(self._next_position.revision, result.revision + 1))
 
     async def _read_page(self) -> None:
         self._change_event.clear()
-        self._is_reading = True
+        self._is_reading_page = True
         span, position = self._key_range, self._next_position
         try:
-            page = await self._store._execute(
-                lambda file: file.read_history(span, position), timeout_s=WATCH_READ_TIMEOUT_S
+            page = await self._store._execute_in_store_thread(
+                lambda file: file.read_history(span, position), timeout_s=INTERNAL_CALL_TIMEOUT_S
             )
         except BaseException:
             # The reader may read again, and the events it waited for are still unread.
             self._change_event.set()
             raise
         finally:
-            self._is_reading = False
+            self._is_reading_page = False
         self._page_events.extend(page.events)
         self._next_position = page.next_position
-        if not page.is_complete:
+        if not page.is_last_page:
             self._change_event.set()

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from genie.controller.store.file_lock import acquire_lock, make_private_file
-from genie.controller.store.history import History, HistoryPage, HistoryPosition, KeyChange
+from genie.controller.store.file_lock import acquire_store_file_lock, make_private_file
+from genie.controller.store.history import HistoryPage, HistoryPosition, KeyChange, RevisionHistory
 from genie.controller.store.limits import encode_key, key_range
 from genie.controller.store.protocol import (
     RANGE_BYTES_MAX,
@@ -50,7 +50,7 @@ from genie.processes.files import FileLock
 log = logging.getLogger(__name__)
 
 FILE_FORMAT = 2
-APPLICATION_ID = 0x47454E45
+SQLITE_APPLICATION_ID = 0x47454E45
 # A page that changes often is copied from the log once per checkpoint: 32 MiB of 4 KiB pages.
 WAL_CHECKPOINT_PAGES = 8192
 PAGE_CACHE_KIB = 32 * 1024
@@ -69,7 +69,7 @@ FileCall = Callable[["SqliteFile"], object]
 _Item = TypeVar("_Item")
 
 # Rows per statement. SQLite releases the GIL in each statement, and the thread then waits to get it back.
-_STATEMENT_ROW_COUNTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+_ROWS_PER_STATEMENT_CHOICES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SqliteFile:
         self._lock = lock
         self._history_revisions = history_revisions
         self._database: sqlite3.Connection
-        self._history: History
+        self._history: RevisionHistory
         self._revision = 0
         self._changes_by_revision: list[Sequence[KeyChange]] = []
         """Changes of the last transaction, one entry per revision."""
@@ -99,7 +99,7 @@ class SqliteFile:
     @classmethod
     def open(cls, path: Path, *, history_revisions: int, size_bytes_max: int) -> SqliteFile:
         """Raises StoreUnavailableError if another process has it, StoreCorruptError, StoreVersionError."""
-        lock = acquire_lock(path.with_name(path.name + ".lock"))
+        lock = acquire_store_file_lock(path.with_name(path.name + ".lock"))
         try:
             make_private_file(path)
             file = cls(path, lock=lock, history_revisions=history_revisions)
@@ -127,7 +127,7 @@ class SqliteFile:
                     "store %s: a group of %d requests failed, running each separately", self.path, len(calls)
                 )
             for call in calls:
-                outcomes.append(self._run_single_transaction(call))
+                outcomes.append(self._run_call_in_own_transaction(call))
                 changed += self._changes_by_revision
         return GroupResult(outcomes, [key for changes in changed for key, _ in changes], self._revision)
 
@@ -214,10 +214,10 @@ class SqliteFile:
             self._snapshot = None
 
     def measure_space(self) -> SpaceUsage:
-        page_bytes = self._pragma("page_size")
-        used_pages = self._pragma("page_count") - self._pragma("freelist_count")
+        page_bytes = self._execute_pragma("page_size")
+        used_pages = self._execute_pragma("page_count") - self._execute_pragma("freelist_count")
         return SpaceUsage(
-            used_pages * page_bytes, self._pragma("max_page_count") * page_bytes, self._revision
+            used_pages * page_bytes, self._execute_pragma("max_page_count") * page_bytes, self._revision
         )
 
     # -- opening ------------------------------------------------------------------------------
@@ -246,12 +246,12 @@ class SqliteFile:
         self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
         if self._is_new_file():
             return
-        if self._pragma("application_id") != APPLICATION_ID:
+        if self._execute_pragma("application_id") != SQLITE_APPLICATION_ID:
             raise self._corrupt_file_error("it is an SQLite file of another program")
-        found = self._pragma("quick_check(1)")
+        found = self._execute_pragma("quick_check(1)")
         if found != "ok":
             raise self._corrupt_file_error(str(found))
-        file_format = self._get_meta("format")
+        file_format = self._get_meta_value("format")
         if file_format > FILE_FORMAT:
             raise StoreVersionError(
                 f"the store file {self.path} has format {file_format}; this Genie supports up to "
@@ -260,25 +260,25 @@ class SqliteFile:
             )
 
     def _set_pragmas(self, size_bytes_max: int) -> None:
-        if self._pragma("journal_mode = WAL") != "wal":
+        if self._execute_pragma("journal_mode = WAL") != "wal":
             raise StoreUnavailableError(f"the file system of {self.path} does not support a write-ahead log")
         self._database.execute("PRAGMA synchronous = FULL")
         self._database.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
         self._database.execute(f"PRAGMA wal_autocheckpoint = {WAL_CHECKPOINT_PAGES}")
         self._database.execute(f"PRAGMA cache_size = -{PAGE_CACHE_KIB}")
-        page_bytes = self._pragma("page_size")
+        page_bytes = self._execute_pragma("page_size")
         self._database.execute(f"PRAGMA max_page_count = {max(1, size_bytes_max // page_bytes)}")
 
     def _create_or_migrate_schema(self) -> None:
         """Also reads the revision, and begins the history with it."""
         is_new = self._is_new_file()
         if is_new:
-            self._make_schema()
-        elif self._get_meta("format") == 1:
+            self._create_schema()
+        elif self._get_meta_value("format") == 1:
             self._migrate_format_1()
-        self._revision = self._get_meta("revision")
+        self._revision = self._get_meta_value("revision")
         known = 0 if is_new else self._revision
-        self._history = History(revision=known, revisions_max=self._history_revisions)
+        self._history = RevisionHistory(revision=known, revisions_max=self._history_revisions)
         if is_new:
             self._history.append_revision(())  # the first revision changed nothing
 
@@ -291,13 +291,13 @@ class SqliteFile:
         # Not "has no pages": a kill between switching to WAL and creating the schema leaves a page.
         return self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
-    def _make_schema(self) -> None:
+    def _create_schema(self) -> None:
         self._database.execute("BEGIN IMMEDIATE")
         for statement in _SCHEMA.split(";"):
             self._database.execute(statement)
         first_rows = [("format", FILE_FORMAT), ("revision", 1)]
         self._database.executemany("INSERT INTO meta VALUES (?, ?)", first_rows)
-        self._database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        self._database.execute(f"PRAGMA application_id = {SQLITE_APPLICATION_ID}")
         self._database.execute("COMMIT")
 
     def _migrate_format_1(self) -> None:
@@ -305,7 +305,7 @@ class SqliteFile:
         self._database.execute("BEGIN IMMEDIATE")
         self._database.execute("DROP TABLE history")
         self._database.execute("DELETE FROM meta WHERE name = 'compacted'")
-        self._set_meta("format", FILE_FORMAT)
+        self._set_meta_value("format", FILE_FORMAT)
         self._database.execute("COMMIT")
 
     def _revoke_all_leases(self) -> None:
@@ -320,9 +320,9 @@ class SqliteFile:
         self._changes_by_revision = []
         try:
             self._database.execute("BEGIN IMMEDIATE")
-            outcomes = [self._run_call(call) for call in calls]
+            outcomes = [self._run_call_or_get_error(call) for call in calls]
             if self._revision != before:
-                self._set_meta("revision", self._revision)
+                self._set_meta_value("revision", self._revision)
             self._database.execute("COMMIT")
         except BaseException as error:
             self._revision = before
@@ -335,14 +335,14 @@ class SqliteFile:
             self._history.append_revision(changes)
         return outcomes
 
-    def _run_call(self, call: FileCall) -> object:
+    def _run_call_or_get_error(self, call: FileCall) -> object:
         # Calls raise GenieError only before they change anything, so the others can proceed.
         try:
             return call(self)
         except GenieError as error:
             return error
 
-    def _run_single_transaction(self, call: FileCall) -> object:
+    def _run_call_in_own_transaction(self, call: FileCall) -> object:
         try:
             return self._run_transaction([call])[0]
         except GenieError as error:
@@ -373,10 +373,10 @@ class SqliteFile:
                 for compare in compares
                 if compare.field == column and compare.revision > 0
             ]
-            for batch in _split_into_batches(pairs):
+            for batch in _split_into_statement_batches(pairs):
                 # Counted in SQL: fetching each row would release and reacquire the GIL.
                 row = self._database.execute(
-                    f"WITH wanted (key, rev) AS (VALUES {_row_placeholders(len(batch), 2)})"  # noqa: S608
+                    f"WITH wanted (key, rev) AS (VALUES {_sql_row_placeholders(len(batch), 2)})"  # noqa: S608
                     " SELECT count(*) FROM wanted CROSS JOIN kv"
                     f" WHERE kv.key = wanted.key AND kv.{column}_rev = wanted.rev",
                     list(chain.from_iterable(batch)),
@@ -388,8 +388,8 @@ class SqliteFile:
     def _existing_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Returns those of `keys` that exist."""
         found: set[bytes] = set()
-        for batch in _split_into_batches(keys):
-            placeholders = _placeholders(len(batch))
+        for batch in _split_into_statement_batches(keys):
+            placeholders = _sql_placeholders(len(batch))
             row = self._database.execute(
                 f"SELECT group_concat(hex(key)) FROM kv WHERE key IN {placeholders}",  # noqa: S608
                 batch,
@@ -403,10 +403,10 @@ class SqliteFile:
     def _put_rows(self, rows: Sequence[tuple[bytes, bytes, int]], revision: int) -> None:
         if self._snapshot is not None:
             self._snapshot.preserve_rows([key for key, _, _ in rows])
-        for batch in _split_into_batches(rows):
+        for batch in _split_into_statement_batches(rows):
             values = [(key, value, revision, revision, lease_id) for key, value, lease_id in batch]
             self._database.execute(
-                f"INSERT INTO kv VALUES {_row_placeholders(len(batch), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
+                f"INSERT INTO kv VALUES {_sql_row_placeholders(len(batch), 5)} ON CONFLICT (key) DO UPDATE"  # noqa: S608
                 " SET value = excluded.value, mod_rev = excluded.mod_rev, lease = excluded.lease",
                 list(chain.from_iterable(values)),
             )
@@ -416,8 +416,8 @@ class SqliteFile:
         if self._snapshot is not None:
             self._snapshot.preserve_rows(keys)
         deleted = self._existing_keys(keys)
-        for batch in _split_into_batches(keys):
-            self._database.execute(f"DELETE FROM kv WHERE key IN {_placeholders(len(batch))}", batch)  # noqa: S608
+        for batch in _split_into_statement_batches(keys):
+            self._database.execute(f"DELETE FROM kv WHERE key IN {_sql_placeholders(len(batch))}", batch)  # noqa: S608
         return deleted
 
     def _delete_keys_where(self, condition: str, values: tuple[int, ...]) -> None:
@@ -434,10 +434,10 @@ class SqliteFile:
         self._changes_by_revision.append(changes)
         self._revision = revision
 
-    def _set_meta(self, name: str, value: int) -> None:
+    def _set_meta_value(self, name: str, value: int) -> None:
         self._database.execute("UPDATE meta SET value = ? WHERE name = ?", (value, name))
 
-    def _get_meta(self, name: str) -> int:
+    def _get_meta_value(self, name: str) -> int:
         row = self._database.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
         if row is None or not isinstance(row[0], int):
             raise self._corrupt_file_error(f"the row {name!r} of its meta table is missing")
@@ -453,7 +453,7 @@ class SqliteFile:
         except UnicodeDecodeError as error:
             raise self._corrupt_file_error(f"a key is not UTF-8: {error}") from error
 
-    def _pragma(self, text: str) -> Any:  # Any: the type depends on the pragma
+    def _execute_pragma(self, text: str) -> Any:  # Any: the type depends on the pragma
         row = self._database.execute(f"PRAGMA {text}").fetchone()
         return None if row is None else row[0]
 
@@ -477,20 +477,20 @@ class SqliteFile:
         return StoreUnavailableError(f"could not access the store file {self.path}: {error} ({name})")
 
 
-def _split_into_batches(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+def _split_into_statement_batches(rows: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
     """Splits rows into batches of a few fixed sizes, so that each statement is compiled once."""
     start = 0
-    for size in _STATEMENT_ROW_COUNTS:
+    for size in _ROWS_PER_STATEMENT_CHOICES:
         while len(rows) - start >= size:
             yield rows[start : start + size]
             start += size
 
 
 @cache
-def _placeholders(count: int) -> str:
+def _sql_placeholders(count: int) -> str:
     return "(" + ", ".join("?" * count) + ")"
 
 
 @cache
-def _row_placeholders(count: int, columns: int) -> str:
-    return ", ".join([_placeholders(columns)] * count)
+def _sql_row_placeholders(count: int, columns: int) -> str:
+    return ", ".join([_sql_placeholders(columns)] * count)

@@ -12,8 +12,8 @@ import sqlite3
 from collections.abc import Sequence
 from itertools import groupby
 
-PAGE_ROWS_MAX = 500
-PAGE_BYTES_MAX = 4 * 1024 * 1024
+SNAPSHOT_PAGE_ROWS_MAX = 500
+SNAPSHOT_PAGE_BYTES_MAX = 4 * 1024 * 1024
 
 SnapshotRow = tuple[bytes, bytes, int, int]
 """Key, value, create revision, revision."""
@@ -29,7 +29,7 @@ class SqliteSnapshot:
         self.owner = owner
         self.revision = revision
         self._database = database
-        self._delivered_key = b""
+        self._last_delivered_key = b""
         """Rows up to this key have been delivered and need not be preserved."""
         database.execute(
             "CREATE TEMP TABLE IF NOT EXISTS snapshot_row"
@@ -42,13 +42,13 @@ class SqliteSnapshot:
         self._database.executemany(
             "INSERT OR IGNORE INTO temp.snapshot_row SELECT key, value, create_rev, mod_rev FROM main.kv"
             " WHERE key = ? AND mod_rev <= ? AND lease = 0",
-            [(key, self.revision) for key in keys if key > self._delivered_key],
+            [(key, self.revision) for key in keys if key > self._last_delivered_key],
         )
 
     def read_page(self, start_after: bytes) -> list[SnapshotRow]:
         """Returns the next rows after a key, ascending; empty at the end. Rows up to that key are not read
         again."""
-        self._delivered_key = start_after
+        self._last_delivered_key = start_after
         unchanged = self._database.execute(
             "SELECT key, value, create_rev, mod_rev FROM main.kv"
             " WHERE key > ? AND mod_rev <= ? AND lease = 0 ORDER BY key",
@@ -65,7 +65,7 @@ class SqliteSnapshot:
                 row: SnapshotRow = next(same)
                 page.append(row)
                 size_bytes += len(row[1])
-                if len(page) == PAGE_ROWS_MAX or size_bytes >= PAGE_BYTES_MAX:
+                if len(page) == SNAPSHOT_PAGE_ROWS_MAX or size_bytes >= SNAPSHOT_PAGE_BYTES_MAX:
                     break
         finally:
             unchanged.close()

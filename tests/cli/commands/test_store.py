@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from genie.controller.backups.backup_file import BackupReader
+from genie.controller.controller_directory import check_directory_not_copied
 from genie.controller.ledger import ClusterRecord
-from genie.controller.state_directory import check_not_copied
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import DuplicateControllerError
@@ -155,13 +155,13 @@ def test_migrate_without_a_store_is_an_error(genie, state_dir, tmp_path) -> None
 def test_adopt_accepts_a_copied_directory_and_raises_the_generation(genie, state_dir, tmp_path) -> None:
     original = tmp_path / "original"
     write_store(original / "store.sqlite3", {"cluster": CLUSTER})
-    check_not_copied(original)
+    check_directory_not_copied(original)
     shutil.copytree(original, state_dir / "controller")
     with pytest.raises(DuplicateControllerError):
-        check_not_copied(state_dir / "controller")
+        check_directory_not_copied(state_dir / "controller")
     ran = genie("store", "adopt")
     assert ran.code == 0, ran.err
-    check_not_copied(state_dir / "controller")
+    check_directory_not_copied(state_dir / "controller")
     rows = read_store(state_dir / "controller" / "store.sqlite3")
     assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
 

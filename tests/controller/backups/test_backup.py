@@ -15,7 +15,12 @@ import pytest
 from genie import config
 from genie.cluster.client import ClusterClient, open_client
 from genie.cluster.store_backup import open_controller_backup_source
-from genie.controller.backups.backup import EncodedRows, StoreSource, open_store_source, write_backup
+from genie.controller.backups.backup import (
+    EncodedRows,
+    StoreBackupSource,
+    open_store_backup_source,
+    write_backup,
+)
 from genie.controller.backups.backup_file import BackupHeader, BackupReader
 from genie.controller.election import LEADER_KEY
 from genie.controller.ledger import ClusterRecord
@@ -85,7 +90,7 @@ async def test_backup_is_consistent_while_rows_change_together(tmp_path: Path) -
     async with asyncio.TaskGroup() as group:
         changing = group.create_task(change_forever())
         for number in range(5):
-            await _write_backup(lambda: open_store_source(store), tmp_path / f"backup{number}")
+            await _write_backup(lambda: open_store_backup_source(store), tmp_path / f"backup{number}")
         changing.cancel()
     await store.close()
     values = []
@@ -143,7 +148,7 @@ async def test_a_chunk_can_be_requested_again_but_none_can_be_skipped(tmp_path: 
 async def test_an_empty_store_is_not_backed_up(tmp_path: Path) -> None:
     store = await MemoryStore.open(clock=SystemClock())
     with pytest.raises(BackupError, match="contains no cluster"):
-        await _write_backup(lambda: open_store_source(store), tmp_path / "backup")
+        await _write_backup(lambda: open_store_backup_source(store), tmp_path / "backup")
     await store.close()
     assert _list_names(tmp_path) == []
 
@@ -151,7 +156,7 @@ async def test_an_empty_store_is_not_backed_up(tmp_path: Path) -> None:
 async def test_backup_starts_over_when_its_revision_is_compacted(tmp_path: Path) -> None:
     opened_count = 0
 
-    class CompactedSource(StoreSource):
+    class CompactedSource(StoreBackupSource):
         async def read_chunk(self) -> EncodedRows:
             chunk = await super().read_chunk()
             if opened_count == 1:

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.backups.backup import open_store_source, write_backup
+from genie.controller.backups.backup import open_store_backup_source, write_backup
 from genie.controller.backups.backup_file import BackupReader
-from genie.controller.backups.restore import Restored, next_generation, restore_backup
+from genie.controller.backups.restore import RestoreResult, next_generation, restore_backup
 from genie.controller.ledger import ClusterRecord, Counter, read_cluster_record
 from genie.controller.store import Put, Store, TxnResult
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
@@ -42,7 +42,7 @@ async def _open_memory(rows: Mapping[str, bytes] = {}) -> AsyncIterator[MemorySt
 async def _back_up(path: Path, rows: Mapping[str, bytes]) -> BackupReader:
     async with _open_memory({"cluster": CLUSTER, **rows}) as store:
         await write_backup(
-            partial(open_store_source, store),
+            partial(open_store_backup_source, store),
             path,
             clock=SystemClock(),
             offload=run_inline,
@@ -51,7 +51,7 @@ async def _back_up(path: Path, rows: Mapping[str, bytes]) -> BackupReader:
     return BackupReader(path)
 
 
-async def _restore(reader: BackupReader, store: Store, *, generation: int = 5) -> Restored:
+async def _restore(reader: BackupReader, store: Store, *, generation: int = 5) -> RestoreResult:
     return await restore_backup(
         reader,
         store,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.blobs.replication import _CHECK_INTERVAL_S, BlobReplication, _Peer
-from genie.controller.blobs.storage import Blobs, blob_name
+from genie.controller.blobs.replication import _COPY_CHECK_INTERVAL_S, BlobReplication, _PeerController
+from genie.controller.blobs.storage import BlobStorage, blob_name
 from genie.errors import GenieError, PermissionError_, StoreFullError, TlsError, WorkdirError
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.messages import (
@@ -245,7 +245,7 @@ async def test_uploaded_blob_that_no_job_needs_is_not_checked_again(tmp_path: Pa
     clock = FakeClock()
     needed = {"needed+t"}
     replication = BlobReplication(
-        Blobs(tmp_path / "blobs", bytes_max=1024, tenant_bytes_max=1024, clock=clock),
+        BlobStorage(tmp_path / "blobs", bytes_max=1024, tenant_bytes_max=1024, clock=clock),
         name="one",
         network=TcpNetwork(),
         clock=clock,
@@ -255,10 +255,10 @@ async def test_uploaded_blob_that_no_job_needs_is_not_checked_again(tmp_path: Pa
         needed=lambda: needed,
         client_tls=None,
     )
-    peer = _Peer()
-    replication.request("uploaded+t")
-    assert replication._names_to_check(peer) == ["uploaded+t", "needed+t"]
-    peer.checked_s = dict.fromkeys(["uploaded+t", "needed+t"], clock.monotonic_s())
-    assert replication._names_to_check(peer) == []
-    await clock.advance(_CHECK_INTERVAL_S)
-    assert replication._names_to_check(peer) == ["needed+t"]
+    peer = _PeerController()
+    replication.request_copy_or_fetch("uploaded+t")
+    assert replication._blobs_due_for_check(peer) == ["uploaded+t", "needed+t"]
+    peer.last_checked_s_by_blob = dict.fromkeys(["uploaded+t", "needed+t"], clock.monotonic_s())
+    assert replication._blobs_due_for_check(peer) == []
+    await clock.advance(_COPY_CHECK_INTERVAL_S)
+    assert replication._blobs_due_for_check(peer) == ["needed+t"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.blobs.storage import PINNED_AFTER_USE_S, Blobs, blob_name
+from genie.controller.blobs.storage import BLOB_PINNED_AFTER_USE_S, BlobStorage, blob_name
 from genie.errors import PermissionError_, StoreFullError, UsageError, WorkdirError
 from genie.model.job import JobSpec, Workdir
 from genie.model.messages import BlobStatus, GetBlob, PutBlob, StatBlob
@@ -30,13 +30,13 @@ def _make_blobs(
     *,
     tenant_bytes_max: int = 1 << 30,
     clock: FakeClock | None = None,
-) -> Blobs:
-    return Blobs(
+) -> BlobStorage:
+    return BlobStorage(
         directory, bytes_max=bytes_max, tenant_bytes_max=tenant_bytes_max, clock=clock or FakeClock()
     )
 
 
-def _upload(blobs: Blobs, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
+def _upload(blobs: BlobStorage, data: bytes, *, tenant: str = "t", needed: frozenset[str] = NOBODY) -> None:
     status = blobs.append_chunk(
         _sha256(data), tenant=tenant, offset=0, data=data, is_last=True, is_needed=needed.__contains__
     )
@@ -210,9 +210,9 @@ def test_other_tenants_evict_blobs_that_were_not_used_for_some_time(tmp_path: Pa
     blobs = _make_blobs(tmp_path / "blobs", 300, tenant_bytes_max=300, clock=clock)
     _upload(blobs, b"b" * 100, tenant="blue")
     _upload(blobs, b"c" * 100, tenant="blue")
-    asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
+    asyncio.run(clock.advance(BLOB_PINNED_AFTER_USE_S / 2))
     assert blobs.get_status(_sha256(b"b" * 100), tenant="blue").complete, "its client will submit a job"
-    asyncio.run(clock.advance(PINNED_AFTER_USE_S / 2))
+    asyncio.run(clock.advance(BLOB_PINNED_AFTER_USE_S / 2))
     _upload(blobs, b"r" * 200, tenant="red")
     assert blobs.get_status(_sha256(b"b" * 100), tenant="blue").complete
     assert not blobs.get_status(_sha256(b"c" * 100), tenant="blue").complete

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.etcd.local_member import LocalMember, member_directory
+from genie.controller.etcd.local_member import LocalMember, etcd_member_directory
 from genie.errors import ConfigError
 
 MEMBER = LocalMember(
@@ -30,7 +30,7 @@ def test_urls_contain_ipv6_addresses_in_brackets() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "a"}', "[" * 10_000])
 def test_error_for_a_damaged_record_names_the_file(tmp_path: Path, text: str) -> None:
     MEMBER.write(tmp_path)
-    path = member_directory(tmp_path) / "member.json"
+    path = etcd_member_directory(tmp_path) / "member.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=str(path)):
         LocalMember.read(tmp_path)

@@ -260,6 +260,6 @@ async def test_writes_during_a_measurement_count_as_written_after_it() -> None:
     store.measure_space = measure_while_writing  # type: ignore[method-assign]
     monitor = StoreMonitor(store, space, config=ControllerConfig(), clock=FakeClock())
     ledger.written_bytes += 7
-    await monitor.measure_if_due()
+    await monitor.measure_and_compact_if_due()
     assert space.bytes_written_since_measurement == 40
     await store.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.server_handover import HandoverClient, ServerCredentials
+from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.errors import GenieError, ProtocolError, TokenRefusedError, UsageError
 from genie.model.messages import CreateToken, JoinServer, ListTokens, RevokeToken, ServerJoined
 from genie.model.tenant import TokenKind
@@ -30,8 +30,8 @@ async def send(one: RunningController, request: JoinServer) -> ServerJoined:
 
 
 async def join(one: RunningController, token: Token) -> ServerCredentials:
-    client = HandoverClient.create(token)
-    return client.decrypt(await send(one, client.request))
+    client = ServerJoinAttempt.create(token)
+    return client.decrypt_credentials(await send(one, client.request))
 
 
 async def test_server_token_hands_over_the_ca_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +54,7 @@ async def test_server_token_hands_over_the_ca_once(tmp_path: Path, caplog: pytes
 
 async def test_replayed_request_is_refused(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        request = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER_JOIN))).request
+        request = ServerJoinAttempt.create(parse_token(await one.token(TokenKind.SERVER_JOIN))).request
         await send(one, request)
         with pytest.raises(TokenRefusedError, match="was used already"):
             await send(one, request)
@@ -136,17 +136,17 @@ async def test_cluster_without_its_own_etcd_creates_no_server_tokens(
         with pytest.raises(UsageError, match="no server can join"):
             await one.token(TokenKind.SERVER_JOIN)
         with pytest.raises(UsageError, match="does not run its own etcd"):
-            await send(one, HandoverClient.create(_unknown_token()).request)
+            await send(one, ServerJoinAttempt.create(_unknown_token()).request)
 
 
 async def test_reply_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     async with running_controller(tmp_path, **SERVER_CLUSTER) as one:  # type: ignore[arg-type]
-        client = HandoverClient.create(parse_token(await one.token(TokenKind.SERVER_JOIN)))
+        client = ServerJoinAttempt.create(parse_token(await one.token(TokenKind.SERVER_JOIN)))
         reply = await send(one, client.request)
         swapped = "B" if reply.sealed[40] == "A" else "A"
         changed = reply.sealed[:40] + swapped + reply.sealed[41:]
         with pytest.raises(ProtocolError, match="cannot be decrypted"):
-            client.decrypt(msgspec.structs.replace(reply, sealed=changed))
+            client.decrypt_credentials(msgspec.structs.replace(reply, sealed=changed))
 
 
 def _unknown_token() -> Token:

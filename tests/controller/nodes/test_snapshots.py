@@ -101,7 +101,7 @@ class ViewInputs:
         self.membership.begin_term(self.clock.monotonic_s())
 
     def reload(self) -> None:
-        for listener in self.ledger._load_listeners:
+        for listener in self.ledger._after_load_listeners:
             listener()
 
     def from_scratch(self) -> dict[str, NodeSnapshot]:

@@ -165,7 +165,7 @@ async def test_owner_and_status_do_not_wait_behind_lists_of_tenants(
 async def test_only_lists_of_tenants_wait_for_lists_of_tenants(kind: TokenKind, request_: Message) -> None:
     limits = request_limits.RequestLimits(FakeClock())
     red, blue, other = (
-        limits.get_usage(Identity(kind=kind, tenant=name, name=name, token_id=name))
+        limits.get_token_usage(Identity(kind=kind, tenant=name, name=name, token_id=name))
         for kind, name in ((TokenKind.USER, "red"), (TokenKind.USER, "blue"), (kind, "other"))
     )
     assert red and blue and other

@@ -8,7 +8,7 @@ import pytest
 
 from genie.controller.jobs.space import STORE_GROWTH_PER_WRITTEN_BYTE_MAX
 from genie.controller.store import MeasurableStore, Put
-from genie.controller.store.limits import check_transaction
+from genie.controller.store.limits import check_transaction_and_get_size_bytes
 from tests.controller.store.conftest import Engine
 from tests.controller.store.etcd_server import EtcdServer
 from tests.waiting import until
@@ -39,7 +39,7 @@ async def test_store_grows_by_at_most_the_estimate(engine: Engine, row_bytes: in
         for _ in range(min(100, BATCH_BYTES // row_bytes)):
             number += 1
             batch.append(Put(f"job/j-{row_bytes}-{number:08}", b"x" * row_bytes))
-        written_bytes += check_transaction([], batch)
+        written_bytes += check_transaction_and_get_size_bytes([], batch)
         await store.commit([], batch)
 
     async def has_grown() -> bool:

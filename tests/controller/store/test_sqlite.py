@@ -120,8 +120,8 @@ async def test_file_readable_by_others_is_made_private(path: Path) -> None:
 
 
 async def test_every_commit_is_fully_synced(store: SqliteStore) -> None:
-    settings = await store._execute(
-        lambda file: [file._pragma(name) for name in ("journal_mode", "synchronous", "locking_mode")],
+    settings = await store._execute_in_store_thread(
+        lambda file: [file._execute_pragma(name) for name in ("journal_mode", "synchronous", "locking_mode")],
         timeout_s=5,
     )
     assert settings == ["wal", 2, "exclusive"]
@@ -347,7 +347,8 @@ async def test_close_executes_requests_that_wait_for_the_queue(
     await until(store._queue.full)
     go_on = threading.Event()
     waiting = [
-        asyncio.ensure_future(store._execute(lambda file: go_on.wait(30), timeout_s=30)) for _ in range(3)
+        asyncio.ensure_future(store._execute_in_store_thread(lambda file: go_on.wait(30), timeout_s=30))
+        for _ in range(3)
     ]
     closing = asyncio.ensure_future(store.close())
     await asyncio.sleep(0)

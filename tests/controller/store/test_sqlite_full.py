@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from genie.controller.store import Delete, Put
-from genie.controller.store.sqlite import FILE_BYTES_MAX, SqliteStore
+from genie.controller.store.sqlite import STORE_FILE_BYTES_MAX, SqliteStore
 from genie.errors import LeaseLostError, StoreFullError
 from tests.fakes.clock import FakeClock
 from tests.needs import require_namespaces
@@ -22,7 +22,7 @@ from tests.waiting import until
 @dataclass
 class LimitedDisk:
     folder: Path
-    size_bytes_max: int = FILE_BYTES_MAX
+    size_bytes_max: int = STORE_FILE_BYTES_MAX
 
 
 @pytest.fixture(params=["cap", "disk"])
@@ -67,7 +67,7 @@ async def fill_store(store: SqliteStore) -> list[str]:
 
 
 async def make_space(store: SqliteStore, disk: LimitedDisk) -> None:
-    if disk.size_bytes_max < FILE_BYTES_MAX:
+    if disk.size_bytes_max < STORE_FILE_BYTES_MAX:
         await store.commit([], [Delete("fill/200000/0000")])
     else:
         subprocess.run(["mount", "-o", "remount,size=12m", str(disk.folder)], check=True)
@@ -98,7 +98,7 @@ async def test_lease_that_expires_on_a_full_disk_is_removed_when_there_is_space(
     lease_id = await store.grant_lease(5)
     await store.commit([], [Put("held", b"", lease_id)])
     await fill_store(store)
-    if disk.size_bytes_max < FILE_BYTES_MAX:
+    if disk.size_bytes_max < STORE_FILE_BYTES_MAX:
         # With a size limit, the log still has space for a delete. A full disk does not.
         monkeypatch.setattr("genie.controller.store.sqlite_file.SqliteFile.revoke_lease", _fail_with_no_space)
     await limited_store.clock.advance(6)

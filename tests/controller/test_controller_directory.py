@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from genie.controller.state_directory import (
-    check_not_copied,
-    controller_instance,
-    record_location,
+from genie.controller.controller_directory import (
+    check_directory_not_copied,
+    controller_instance_id,
+    record_directory_location,
 )
 from genie.errors import DuplicateControllerError
 
@@ -26,12 +26,12 @@ def machine_id(tmp_path: Path) -> Path:
 def directory(tmp_path: Path, machine_id: Path) -> Path:
     path = tmp_path / "controller"
     path.mkdir()
-    check_not_copied(path, machine_id_file=machine_id)
+    check_directory_not_copied(path, machine_id_file=machine_id)
     return path
 
 
 def test_a_restart_is_accepted(directory: Path, machine_id: Path) -> None:
-    check_not_copied(directory, machine_id_file=machine_id)
+    check_directory_not_copied(directory, machine_id_file=machine_id)
 
 
 def test_a_copy_on_the_same_machine_is_refused(directory: Path, machine_id: Path, tmp_path: Path) -> None:
@@ -39,15 +39,15 @@ def test_a_copy_on_the_same_machine_is_refused(directory: Path, machine_id: Path
     with pytest.raises(
         DuplicateControllerError, match=f"is a copy: .* last started in {directory}"
     ) as caught:
-        check_not_copied(tmp_path / "copy", machine_id_file=machine_id)
+        check_directory_not_copied(tmp_path / "copy", machine_id_file=machine_id)
     assert "genie store adopt" in caught.value.hint
-    check_not_copied(directory, machine_id_file=machine_id)
+    check_directory_not_copied(directory, machine_id_file=machine_id)
 
 
 def test_a_copy_on_another_machine_is_refused(directory: Path, machine_id: Path) -> None:
     machine_id.write_text("b" * 32)
     with pytest.raises(DuplicateControllerError, match="last started on another machine") as caught:
-        check_not_copied(directory, machine_id_file=machine_id)
+        check_directory_not_copied(directory, machine_id_file=machine_id)
     assert "/etc/machine-id" in caught.value.hint
 
 
@@ -55,10 +55,10 @@ def test_a_renamed_directory_is_accepted_and_its_old_name_is_not_kept(
     directory: Path, machine_id: Path, tmp_path: Path
 ) -> None:
     moved = directory.rename(tmp_path / "moved")
-    check_not_copied(moved, machine_id_file=machine_id)
+    check_directory_not_copied(moved, machine_id_file=machine_id)
     shutil.copytree(moved, directory)
     with pytest.raises(DuplicateControllerError):
-        check_not_copied(directory, machine_id_file=machine_id)
+        check_directory_not_copied(directory, machine_id_file=machine_id)
 
 
 def test_a_directory_that_was_unpacked_at_its_old_path_is_accepted(
@@ -68,7 +68,7 @@ def test_a_directory_that_was_unpacked_at_its_old_path_is_accepted(
     shutil.rmtree(directory)
     (tmp_path / "other").mkdir()  # so that the inode is not reused
     shutil.copytree(tmp_path / "archive", directory)
-    check_not_copied(directory, machine_id_file=machine_id)
+    check_directory_not_copied(directory, machine_id_file=machine_id)
 
 
 @pytest.mark.parametrize("text", ["", "uninitialized"])
@@ -76,14 +76,14 @@ def test_a_container_without_a_machine_id_is_recognized_by_its_directory(
     directory: Path, machine_id: Path, text: str
 ) -> None:
     machine_id.write_text(text)
-    check_not_copied(directory, machine_id_file=machine_id)
+    check_directory_not_copied(directory, machine_id_file=machine_id)
 
 
 def test_an_adopted_copy_is_accepted(directory: Path, machine_id: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)
-    record_location(copy, machine_id_file=machine_id)
-    check_not_copied(copy, machine_id_file=machine_id)
+    record_directory_location(copy, machine_id_file=machine_id)
+    check_directory_not_copied(copy, machine_id_file=machine_id)
 
 
 def test_the_machine_id_is_not_stored(directory: Path) -> None:
@@ -92,5 +92,5 @@ def test_the_machine_id_is_not_stored(directory: Path) -> None:
 
 def test_copies_are_different_instances_and_restarts_are_not(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "copy")
-    assert controller_instance(directory) == controller_instance(directory)
-    assert controller_instance(directory) != controller_instance(tmp_path / "copy")
+    assert controller_instance_id(directory) == controller_instance_id(directory)
+    assert controller_instance_id(directory) != controller_instance_id(tmp_path / "copy")

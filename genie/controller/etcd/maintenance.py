@@ -1,4 +1,4 @@
-"""Upkeep of the etcd member of this machine by its controller: certificate, endpoints, defragmentation."""
+"""Maintenance of the local etcd member by the controller: certificate, endpoints, defragmentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from genie.controller.etcd.local_member import LocalMember, certificate_paths
+from genie.controller.etcd.local_member import LocalMember, etcd_certificate_and_key_paths
 from genie.controller.etcd.membership import EtcdCluster, MemberStatus, open_etcd_cluster
 from genie.controller.nodes.admission import Certificates
 from genie.controller.store.etcd import EtcdStore
@@ -16,13 +16,13 @@ from genie.runtime import tls
 
 _log = logging.getLogger(__name__)
 
-_INTERVAL_S = 5.0
-_DEFRAGMENT_INTERVAL_S = 600.0
+_MAINTENANCE_INTERVAL_S = 5.0
+_DEFRAGMENTATION_INTERVAL_S = 600.0
 FRAGMENTED_BYTES_MIN = 64 * 1024**2
 """Less is not worth a pause of the member."""
 
 
-class EtcdUpkeep:
+class EtcdMaintenance:
     """`is_leading`: only the leading controller defragments, so that never two members pause at once."""
 
     def __init__(
@@ -39,20 +39,20 @@ class EtcdUpkeep:
         self._state_dir = state_dir
         self._clock = clock
         self._is_leading = is_leading
-        self._next_defragmentation_s = clock.monotonic_s() + _DEFRAGMENT_INTERVAL_S
+        self._next_defragmentation_s = clock.monotonic_s() + _DEFRAGMENTATION_INTERVAL_S
 
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
             try:
-                await self.run_once()
+                await self.run_maintenance_once()
             except GenieError as error:
-                _log.warning("upkeep of the etcd member failed: %s", error)
-            except Exception:  # a task boundary: failed upkeep must not end the controller
-                _log.exception("upkeep of the etcd member failed")
-            await self._clock.sleep(_INTERVAL_S)
+                _log.warning("maintenance of the etcd member failed: %s", error)
+            except Exception:  # a task boundary: failed maintenance must not end the controller
+                _log.exception("maintenance of the etcd member failed")
+            await self._clock.sleep(_MAINTENANCE_INTERVAL_S)
 
-    async def run_once(self) -> None:
+    async def run_maintenance_once(self) -> None:
         member = LocalMember.read(self._state_dir)
         if member is None:
             return
@@ -67,12 +67,12 @@ class EtcdUpkeep:
                 _log.info("the members of the store are %s", ", ".join(each.name for each in found))
                 await self._store.replace_address(address)
             if self._is_leading() and self._clock.monotonic_s() >= self._next_defragmentation_s:
-                self._next_defragmentation_s = self._clock.monotonic_s() + _DEFRAGMENT_INTERVAL_S
-                await defragment_one(cluster)
+                self._next_defragmentation_s = self._clock.monotonic_s() + _DEFRAGMENTATION_INTERVAL_S
+                await defragment_most_fragmented_member(cluster)
 
     def _renew_certificate_if_due(self) -> bool:
         """etcd reads its certificate for every handshake; only the clients of this process need a reload."""
-        certificate, key = certificate_paths(self._state_dir)
+        certificate, key = etcd_certificate_and_key_paths(self._state_dir)
         certificate_pem = certificate.read_text("utf-8")
         if tls.renewal_due_in_s(certificate_pem, now=self._clock.wall_s()) > 0:
             return False
@@ -83,7 +83,7 @@ class EtcdUpkeep:
         return True
 
 
-async def defragment_one(cluster: EtcdCluster) -> MemberStatus | None:
+async def defragment_most_fragmented_member(cluster: EtcdCluster) -> MemberStatus | None:
     """Defragments the most fragmented member if it is worth it and all members answer; the leader last.
 
     Returns the member.

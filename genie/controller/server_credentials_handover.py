@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-_CONTEXT = b"genie server join 1"
+_DOMAIN_SEPARATOR = b"genie server join 1"
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 
@@ -42,26 +42,28 @@ class ServerCredentials(Record, frozen=True, kw_only=True):
     """HOST:PORT of the members of the store, for clients."""
 
 
-def public_key_of_token(token: Token) -> str:
+def public_key_of_server_token(token: Token) -> str:
     """The public part of the signing key of a server token, as the controller stores it."""
-    return encode_base64url(_signing_key(token).public_key().public_bytes_raw())
+    return encode_base64url(_derive_signing_key(token).public_key().public_bytes_raw())
 
 
 @dataclass(frozen=True, slots=True)
-class HandoverClient:
+class ServerJoinAttempt:
     """One attempt to join as a server."""
 
     request: JoinServer
-    _key: X25519PrivateKey
-    _pin: str
+    _ephemeral_key: X25519PrivateKey
+    _ca_pin: str
 
     @classmethod
-    def create(cls, token: Token) -> HandoverClient:
+    def create(cls, token: Token) -> ServerJoinAttempt:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         key = X25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw()
-        signature = _signing_key(token).sign(_transcript(token.token_id, pin=token.pin, public=public))
+        signature = _derive_signing_key(token).sign(
+            _handshake_transcript(token.token_id, pin=token.pin, public=public)
+        )
         request = JoinServer(
             token_id=token.token_id,
             public_key=encode_base64url(public),
@@ -69,21 +71,21 @@ class HandoverClient:
         )
         return cls(request, key, token.pin)
 
-    def decrypt(self, reply: ServerJoined) -> ServerCredentials:
+    def decrypt_credentials(self, reply: ServerJoined) -> ServerCredentials:
         """Raises ProtocolError if the reply was changed or is not for this request, or if the CA in it is not
         the one that the token pins."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-        public = self._key.public_key().public_bytes_raw()
-        transcript = _transcript(self.request.token_id, pin=self._pin, public=public)
+        public = self._ephemeral_key.public_key().public_bytes_raw()
+        transcript = _handshake_transcript(self.request.token_id, pin=self._ca_pin, public=public)
         try:
             theirs, sealed = decode_base64url(reply.public_key), decode_base64url(reply.sealed)
-            shared = self._key.exchange(X25519PublicKey.from_public_bytes(theirs))
+            shared = self._ephemeral_key.exchange(X25519PublicKey.from_public_bytes(theirs))
             nonce, ciphertext = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
             aad = transcript + theirs
-            plain = ChaCha20Poly1305(_derive(shared, info=aad)).decrypt(nonce, ciphertext, aad)
+            plain = ChaCha20Poly1305(_derive_key_hkdf(shared, info=aad)).decrypt(nonce, ciphertext, aad)
             found = msgspec.json.decode(plain, type=ServerCredentials)
         except (ValueError, InvalidTag, msgspec.MsgspecError) as error:
             raise ProtocolError(
@@ -92,7 +94,7 @@ class HandoverClient:
                 hint="create another token with 'genie token create --server' and try again",
             ) from error
         try:
-            is_pinned = tls.fingerprint(found.ca_pem) == self._pin and tls.is_key_of_certificate(
+            is_pinned = tls.fingerprint(found.ca_pem) == self._ca_pin and tls.is_key_of_certificate(
                 found.ca_key_pem, found.ca_pem
             )
         except TlsError:
@@ -102,7 +104,7 @@ class HandoverClient:
         return found
 
 
-def verify_request(request: JoinServer, *, token_public_key: str, pin: str) -> None:
+def verify_join_request_signature(request: JoinServer, *, token_public_key: str, pin: str) -> None:
     """Raises TokenRefusedError unless the request was signed with the token."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -112,7 +114,10 @@ def verify_request(request: JoinServer, *, token_public_key: str, pin: str) -> N
         key = Ed25519PublicKey.from_public_bytes(decode_base64url(token_public_key))
         if len(public) != _KEY_BYTES:
             raise ValueError("wrong length")
-        key.verify(decode_base64url(request.signature), _transcript(request.token_id, pin=pin, public=public))
+        key.verify(
+            decode_base64url(request.signature),
+            _handshake_transcript(request.token_id, pin=pin, public=public),
+        )
     except (ValueError, InvalidSignature) as error:
         raise TokenRefusedError(
             f"token {request.token_id[:80]} is unknown here or its secret is wrong",
@@ -120,7 +125,7 @@ def verify_request(request: JoinServer, *, token_public_key: str, pin: str) -> N
         ) from error
 
 
-def encrypt(request: JoinServer, credentials: ServerCredentials, *, pin: str) -> ServerJoined:
+def encrypt_credentials(request: JoinServer, credentials: ServerCredentials, *, pin: str) -> ServerJoined:
     """Encrypts for the holder of the ephemeral key of a verified request. Raises TokenRefusedError for an
     invalid key."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -133,27 +138,27 @@ def encrypt(request: JoinServer, credentials: ServerCredentials, *, pin: str) ->
         shared = ours.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:  # a point of low order
         raise TokenRefusedError(f"the key of the server join is invalid: {error}") from error
-    aad = _transcript(request.token_id, pin=pin, public=public) + own_public
+    aad = _handshake_transcript(request.token_id, pin=pin, public=public) + own_public
     nonce = os.urandom(_NONCE_BYTES)
-    ciphertext = ChaCha20Poly1305(_derive(shared, info=aad)).encrypt(
+    ciphertext = ChaCha20Poly1305(_derive_key_hkdf(shared, info=aad)).encrypt(
         nonce, msgspec.json.encode(credentials), aad
     )
     return ServerJoined(public_key=encode_base64url(own_public), sealed=encode_base64url(nonce + ciphertext))
 
 
-def _signing_key(token: Token) -> Ed25519PrivateKey:
+def _derive_signing_key(token: Token) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    seed = _derive(decode_base64url(token.secret), info=_CONTEXT + b" signing key")
+    seed = _derive_key_hkdf(decode_base64url(token.secret), info=_DOMAIN_SEPARATOR + b" signing key")
     return Ed25519PrivateKey.from_private_bytes(seed)
 
 
-def _transcript(token_id: str, *, pin: str, public: bytes) -> bytes:
+def _handshake_transcript(token_id: str, *, pin: str, public: bytes) -> bytes:
     """Neither ID nor pin can contain a zero byte."""
-    return b"\0".join((_CONTEXT, token_id.encode(), pin.encode(), public))
+    return b"\0".join((_DOMAIN_SEPARATOR, token_id.encode(), pin.encode(), public))
 
 
-def _derive(secret: bytes, *, info: bytes) -> bytes:
+def _derive_key_hkdf(secret: bytes, *, info: bytes) -> bytes:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

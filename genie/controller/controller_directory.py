@@ -60,8 +60,8 @@ class DirectoryLocation:
     path: str
 
     @classmethod
-    def of(cls, directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> DirectoryLocation:
-        return cls(_read_machine_hash(machine_id_file), directory.stat().st_ino, str(directory.resolve()))
+    def of_directory(cls, directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> DirectoryLocation:
+        return cls(_read_machine_id_hash(machine_id_file), directory.stat().st_ino, str(directory.resolve()))
 
     def is_same_place(self, other: DirectoryLocation) -> bool:
         """A renamed directory keeps its inode. Some file systems change inodes, but then the path is kept."""
@@ -70,10 +70,10 @@ class DirectoryLocation:
         return self.inode == other.inode or self.path == other.path
 
 
-def check_not_copied(directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> None:
+def check_directory_not_copied(directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> None:
     """Raise DuplicateControllerError if this directory is a copy of that of another controller."""
-    found = DirectoryLocation.of(directory, machine_id_file=machine_id_file)
-    recorded = _read_location(directory)
+    found = DirectoryLocation.of_directory(directory, machine_id_file=machine_id_file)
+    recorded = _read_recorded_location(directory)
     if recorded is not None and not recorded.is_same_place(found):
         where = "on another machine" if recorded.path == found.path else f"in {recorded.path}"
         raise DuplicateControllerError(
@@ -83,24 +83,24 @@ def check_not_copied(directory: Path, *, machine_id_file: Path = _MACHINE_ID_FIL
             "that stays the same as /etc/machine-id",
         )
     if recorded != found:
-        record_location(directory, machine_id_file=machine_id_file)
+        record_directory_location(directory, machine_id_file=machine_id_file)
 
 
-def record_location(directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> None:
+def record_directory_location(directory: Path, *, machine_id_file: Path = _MACHINE_ID_FILE) -> None:
     """Record that the controller of this directory belongs here."""
-    found = DirectoryLocation.of(directory, machine_id_file=machine_id_file)
+    found = DirectoryLocation.of_directory(directory, machine_id_file=machine_id_file)
     files.write_private(directory / _LOCATION_FILE, msgspec.json.encode(found))
 
 
-def controller_instance(directory: Path) -> str:
+def controller_instance_id(directory: Path) -> str:
     """Return a text that differs between copies of a directory, and between boots, but not between restarts
     of the controller."""
     status = directory.stat()
-    parts = (_read_machine_hash(_MACHINE_ID_FILE), boot_id(), str(status.st_dev), str(status.st_ino))
+    parts = (_read_machine_id_hash(_MACHINE_ID_FILE), boot_id(), str(status.st_dev), str(status.st_ino))
     return _hash_text(" ".join(parts))
 
 
-def _read_location(directory: Path) -> DirectoryLocation | None:
+def _read_recorded_location(directory: Path) -> DirectoryLocation | None:
     """Return the recorded location; None at the first start."""
     try:
         return msgspec.json.decode((directory / _LOCATION_FILE).read_bytes(), type=DirectoryLocation)
@@ -110,7 +110,7 @@ def _read_location(directory: Path) -> DirectoryLocation | None:
         return None  # written by another version, or damaged: as at the first start
 
 
-def _read_machine_hash(path: Path) -> str:
+def _read_machine_id_hash(path: Path) -> str:
     # Hashed: the machine ID is confidential, see machine-id(5).
     try:
         text = files.read_small_file(path).strip()

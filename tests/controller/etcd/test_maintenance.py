@@ -1,4 +1,4 @@
-"""Upkeep of the etcd member of this machine: certificate, endpoints and defragmentation, with a real etcd."""
+"""Maintenance of the etcd member of this machine: certificate, endpoints, defragmentation, with real etcd."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from genie.config import ControllerConfig
-from genie.controller.etcd import upkeep
-from genie.controller.etcd.local_member import LocalMember, certificate_paths
+from genie.controller.etcd import maintenance
+from genie.controller.etcd.local_member import LocalMember, etcd_certificate_and_key_paths
 from genie.controller.etcd.membership import MemberStatus, open_etcd_cluster
 from genie.controller.nodes.admission import Certificates
 from genie.controller.store import Delete, Put
@@ -35,9 +35,9 @@ class RunningMember:
     def certificates(self, clock: SystemClock | FakeClock) -> Certificates:
         return Certificates.open(self.state_dir / "controller", self.config, clock=clock)
 
-    def upkeep(self) -> upkeep.EtcdUpkeep:
+    def make_maintenance(self) -> maintenance.EtcdMaintenance:
         clock = SystemClock()
-        return upkeep.EtcdUpkeep(
+        return maintenance.EtcdMaintenance(
             self.store,
             self.certificates(clock),
             state_dir=self.state_dir,
@@ -64,19 +64,19 @@ async def running(tmp_path: Path) -> AsyncIterator[RunningMember]:
 
 
 async def test_certificate_is_renewed_at_half_of_its_lifetime(running: RunningMember) -> None:
-    certificate, key = certificate_paths(running.state_dir)
+    certificate, key = etcd_certificate_and_key_paths(running.state_dir)
     addresses = tls.certificate_addresses(certificate.read_text())
     old_clock = FakeClock(wall_s=time.time() - 4 * 86400)
     running.certificates(old_clock).write_etcd_certificate(certificate, key, addresses=addresses)
     old_pem, key_pem = certificate.read_text(), key.read_bytes()
-    await running.upkeep().run_once()
+    await running.make_maintenance().run_maintenance_once()
     renewed = certificate.read_text()
     assert renewed != old_pem
     assert tls.renewal_due_in_s(renewed, now=time.time()) > 3 * 86400
     assert tls.certificate_addresses(renewed) == addresses
     assert key.read_bytes() == key_pem
     assert (await running.store.commit([], [Put("a", b"1")])).succeeded
-    await running.upkeep().run_once()
+    await running.make_maintenance().run_maintenance_once()
     assert certificate.read_text() == renewed
 
 
@@ -84,7 +84,7 @@ async def test_endpoints_follow_the_member_list(running: RunningMember) -> None:
     stale = replace(running.member, endpoints=("127.0.0.1:1",))
     stale.write(running.state_dir)
     await running.store.replace_address(stale.address(running.state_dir))
-    await running.upkeep().run_once()
+    await running.make_maintenance().run_maintenance_once()
     assert LocalMember.read(running.state_dir) == running.member
     assert running.store.address.endpoints == (running.member.endpoint,)
     assert (await running.store.commit([], [Put("a", b"1")])).succeeded
@@ -101,7 +101,7 @@ async def test_watch_continues_after_the_endpoints_have_changed(running: Running
 async def test_fragmented_member_is_defragmented(
     running: RunningMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "FRAGMENTED_BYTES_MIN", 1024 * 1024)
+    monkeypatch.setattr(maintenance, "FRAGMENTED_BYTES_MIN", 1024 * 1024)
     keys = [f"row{number}" for number in range(40)]
     for key in keys:
         await running.store.commit([], [Put(key, bytes(200_000))])
@@ -113,12 +113,12 @@ async def test_fragmented_member_is_defragmented(
             # etcd compacts in the background, and counts freed pages as used until the next change.
             await running.store.commit([], [Put("a", b"1")])
             (status,) = await cluster.fetch_statuses()
-            return status if upkeep.is_fragmented(status) else None
+            return status if maintenance.is_fragmented(status) else None
 
         before = await until(fragmented, timeout_s=30, what="etcd has compacted")
         assert before is not None
-        chosen = await upkeep.defragment_one(cluster)
+        chosen = await maintenance.defragment_most_fragmented_member(cluster)
         assert chosen is not None
         (after,) = await cluster.fetch_statuses()
         assert after.size_bytes < before.size_bytes / 4
-        assert await upkeep.defragment_one(cluster) is None
+        assert await maintenance.defragment_most_fragmented_member(cluster) is None
