@@ -154,7 +154,8 @@ def _check_device_library() -> Check:
     if missing:
         found = f"{' and '.join(missing)} not compiled for torch {torch} yet; compiled on first use"
         return Check(name=name, verdict=Verdict.ABSENT, found=found, fix="python -m genie.native")
-    return Check(name=name, verdict=Verdict.OK, found=f"compiled for torch {torch}, in {build_cache.cache}")
+    found = f"compiled for torch {torch}, in {build_cache.cache_folder}"
+    return Check(name=name, verdict=Verdict.OK, found=found)
 
 
 def _check_scheduler_library() -> Check:
