@@ -143,7 +143,7 @@ def graph_reports(device: Device = None) -> list[GraphReport]:
     from genie.device import graphs  # late: most programs have none
 
     _get_or_open_connection(device)
-    return graphs.graph_reports_of_device(_device_index(device))
+    return graphs.fetch_graph_reports_of_device(_device_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:

@@ -56,7 +56,7 @@ class GraphReport:
     replays: int
 
 
-def graph_reports_of_device(index: int) -> list[GraphReport]:
+def fetch_graph_reports_of_device(index: int) -> list[GraphReport]:
     """Reports of all graphs of this process on a device, including those of torch.compile."""
     return [
         graph.fetch_report()

@@ -87,4 +87,4 @@ def _load() -> None:
     _state.is_loaded = True
 
 
-registry.on_change(update_devices_from_registry)
+registry.on_change_after_attach(update_devices_from_registry)

@@ -176,12 +176,12 @@ class CapturedModel:
 
     def _choose_device_index(self, leaves: Sequence[Any]) -> int:
         """Index of the device of the module's weights, else of the arguments, else the current device."""
-        weights = _tensor_devices(_parameters_and_buffers(self._modules))
+        weights = _devices_of_tensors(_parameters_and_buffers(self._modules))
         if weights and isinstance(self._model, torch.nn.Module):
             return _single_device_index(
                 weights, "weights", hint='move the model first: model.to("remote_accelerator:0")'
             )
-        arguments = {device for device in _tensor_devices(leaves) if device.type == registry.DEVICE_TYPE}
+        arguments = {device for device in _devices_of_tensors(leaves) if device.type == registry.DEVICE_TYPE}
         if arguments:
             return _single_device_index(
                 arguments, "arguments", hint="pass arguments that are on one device, or on the CPU"
@@ -210,7 +210,7 @@ class BatchPaddingModel(CapturedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows = _batch_size(leaves)
+        rows = _read_batch_size(leaves)
         size = self._smallest_fitting_batch_size(rows)
         padded = [_pad_batch(leaf, rows, size) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(padded, spec)
@@ -300,7 +300,7 @@ def _guarded_dicts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     ]
 
 
-def _tensor_devices(leaves: Sequence[Any]) -> set[torch.device]:
+def _devices_of_tensors(leaves: Sequence[Any]) -> set[torch.device]:
     """Devices of the tensors, except those of CPU scalars, which every device accepts."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return {each.device for each in tensors if each.dim() > 0 or each.device.type == registry.DEVICE_TYPE}
@@ -320,7 +320,7 @@ def _uses_batch_statistics(norm: _BatchNorm) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
-def _batch_size(leaves: Sequence[Any]) -> int:
+def _read_batch_size(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])

@@ -147,7 +147,7 @@ class DeviceSlot:
         return connection
 
 
-class _Registry:
+class _DeviceRegistry:
     """`slots` is None while nothing is attached."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Registry:
         self.slots = (*existing, *added)
 
 
-_registry = _Registry()
+_registry = _DeviceRegistry()
 
 
 def attach(
@@ -200,14 +200,14 @@ def extend(devices: Sequence[RemoteDevice]) -> None:
         if _registry.slots is None or not devices:
             return
         _registry.add_devices(devices)
-    _notify_change()
+    _run_change_callbacks()
 
 
 def detach() -> None:
     """Close every connection; remaining tensors raise DeviceLostError. Idempotent."""
     with _registry.lock:
         detached, _registry.slots = device_slots(), None
-    _notify_change()
+    _run_change_callbacks()
     for each in detached:
         each.close()
 
@@ -262,12 +262,12 @@ def on_attach(callback: Callable[[], None]) -> None:
     _registry.attach_callbacks.append(callback)
 
 
-def on_change(callback: Callable[[], None]) -> None:
+def on_change_after_attach(callback: Callable[[], None]) -> None:
     """Call `callback` when indices are added or removed after attach(), and in a forked child."""
     _registry.change_callbacks.append(callback)
 
 
-def _notify_change() -> None:
+def _run_change_callbacks() -> None:
     for callback in _registry.change_callbacks:
         callback()
 
@@ -278,7 +278,7 @@ def _detach_in_forked_child() -> None:
     inherited, _registry.slots = device_slots(), None
     for each in inherited:
         each.disable_in_forked_child()
-    _notify_change()
+    _run_change_callbacks()
 
 
 if hasattr(os, "register_at_fork"):

@@ -219,7 +219,7 @@ class _CompileProgress:
         self._compiled_count = 0
         self._lock = threading.Lock()
         self._files_per_log_line = max(5, -(-files // _PROGRESS_LINES_MAX))
-        self._is_terminal = files > 0 and sys.stderr is not None and sys.stderr.isatty()
+        self._draws_on_terminal = files > 0 and sys.stderr is not None and sys.stderr.isatty()
         self._draw_line()
 
     def add_compiled_files(self, count: int) -> None:
@@ -228,19 +228,19 @@ class _CompileProgress:
             self._compiled_count += count
             self._draw_line()
             if (
-                not self._is_terminal
+                not self._draws_on_terminal
                 and self._compiled_count // self._files_per_log_line > steps_before
                 and self._compiled_count < self._file_count
             ):
                 _log.info("compiled %d of %d files", self._compiled_count, self._file_count)
 
     def clear_line(self) -> None:
-        if self._is_terminal:
+        if self._draws_on_terminal:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
     def _draw_line(self) -> None:
-        if self._is_terminal:
+        if self._draws_on_terminal:
             sys.stderr.write(f"\r\033[K  compiling: {self._compiled_count} of {self._file_count} files")
             sys.stderr.flush()
 
