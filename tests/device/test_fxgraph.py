@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def compile_functionalized(traced: fxgraph.TracedGraph) -> Any:
     return aot_module_simplified(
         traced.module,
-        traced.examples,
+        traced.example_inputs,
         fw_compiler=lambda module, _: module.forward,
         keep_inference_input_mutations=True,
     )
