@@ -93,7 +93,7 @@ def require_distribution(name: str) -> importlib.metadata.Distribution:
         pytest.skip(f"needs the package {name} (pip: {name})")
 
 
-def native_library(name: libraries.Library) -> ModuleType:
+def native_library(name: libraries.LibraryName) -> ModuleType:
     """One of the C++ libraries of Genie; skips the whole file if it is not built and there is no compiler."""
     try:
         return libraries.load(name)

@@ -157,9 +157,8 @@ def _check_device_library() -> CheckOutcome:
     if missing:
         found = f"{' and '.join(missing)} not compiled for torch {torch} yet; compiled on first use"
         return CheckOutcome(name=name, verdict=CheckVerdict.ABSENT, found=found, fix="python -m genie.native")
-    return CheckOutcome(
-        name=name, verdict=CheckVerdict.OK, found=f"compiled for torch {torch}, in {build_cache.cache}"
-    )
+    found = f"compiled for torch {torch}, in {build_cache.cache_folder}"
+    return CheckOutcome(name=name, verdict=CheckVerdict.OK, found=found)
 
 
 def _check_scheduler_library() -> CheckOutcome:

@@ -125,7 +125,7 @@ class DeviceBroker(TransportCoordinator):
             if reason:
                 del self._session_job_id_by_device_index[index]
                 _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
-                await asyncio.to_thread(device_slot(index).mark_lost, reason)
+                await asyncio.to_thread(device_slot(index).disconnect_lost_executor, reason)
 
     def remote_devices(self) -> list[RemoteDevice]:
         return self._make_remote_devices(self.accelerator_refs, start=0)
@@ -138,7 +138,7 @@ class DeviceBroker(TransportCoordinator):
                 name=ref.gpu.name,
                 memory_bytes=ref.gpu.memory_total_bytes,
                 vendor=ref.gpu.vendor,
-                open=functools.partial(self.open_executor_blocking, index),
+                start_executor=functools.partial(self.open_executor_blocking, index),
             )
             for index, ref in enumerate(refs, start=start)
         ]

@@ -63,22 +63,22 @@ class device:  # noqa: N801 - torch.cuda.device has this name
 
     def __init__(self, device: Device) -> None:
         self._index = _device_index(device)
-        self._previous = 0
+        self._previous_index = 0
 
     def __enter__(self) -> None:
-        self._previous = current_device()
+        self._previous_index = current_device()
         set_device(self._index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         library.ensure_loaded()
-        genie_device.set_device_unchecked(self._previous)
+        genie_device.set_device_unchecked(self._previous_index)
 
 
 def synchronize(device: Device = None) -> None:
     """Wait until all ops sent to the device have completed."""
-    _open_connection_of_device(device).synchronize()
+    _get_or_open_connection(device).synchronize()
 
 
 def manual_seed(seed: int) -> None:
@@ -92,7 +92,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    _open_connection_of_device(device)
+    _get_or_open_connection(device)
     library.ensure_loaded()
     return genie_device.rng_state(_device_index(device))
 
@@ -100,7 +100,7 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     if new_state.dtype is not torch.uint8:
         raise UsageError(f"a generator state is a uint8 tensor, not {new_state.dtype}")
-    _open_connection_of_device(device)
+    _get_or_open_connection(device)
     library.ensure_loaded()
     genie_device.set_rng_state(_device_index(device), new_state.cpu().contiguous())
 
@@ -123,7 +123,7 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     """The executor's counters of this session: bytes of storages, tensors, ops, quota (0: none)."""
-    counters = _open_connection_of_device(device).fetch_executor_counters()
+    counters = _get_or_open_connection(device).fetch_executor_counters()
     return {
         "allocated_bytes.current": counters["bytes_allocated"],
         "allocated_bytes.peak": counters["bytes_allocated_peak"],
@@ -135,15 +135,15 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def stream_stats(device: Device = None) -> dict[str, int]:
     """The client's counters: ops, frames and bytes sent, cached templates, resumed connections."""
-    return _open_connection_of_device(device).client_counters()
+    return _get_or_open_connection(device).client_counters()
 
 
 def graph_reports(device: Device = None) -> list[GraphReport]:
     """How the graphs of this process on the device are replayed: captured ones and those of torch.compile."""
     from genie.device import graphs  # late: most programs have none
 
-    _open_connection_of_device(device)
-    return graphs.graph_reports_of_device(_device_index(device))
+    _get_or_open_connection(device)
+    return graphs.fetch_graph_reports_of_device(_device_index(device))
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -156,7 +156,7 @@ def max_memory_allocated(device: Device = None) -> int:
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Reset what max_memory_allocated returns to the current value."""
-    _open_connection_of_device(device).fetch_executor_counters(reset_peak=True)
+    _get_or_open_connection(device).fetch_executor_counters(reset_peak=True)
 
 
 def empty_cache() -> None:
@@ -222,5 +222,5 @@ def _device_index(device: Device) -> int:
     return current_device() if index is None else index
 
 
-def _open_connection_of_device(device: Device) -> Connection:
+def _get_or_open_connection(device: Device) -> Connection:
     return registry.device_slot(_device_index(device)).get_or_open_connection(first_seed=torch.initial_seed())

@@ -24,7 +24,7 @@ class RemoteEngine(torch._C._ImperativeEngine):
     # Any: the parameters are torch's.
     def run_backward(self, tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not registry.is_any_device_used() or (
-            library.keeps_local_torch_accelerator() and not _has_remote_roots(tensors)
+            library.keeps_local_torch_accelerator() and not _is_remote_backward(tensors)
         ):
             return super().run_backward(tensors, *args, **kwargs)
         library.ensure_loaded()
@@ -36,7 +36,7 @@ class RemoteEngine(torch._C._ImperativeEngine):
             genie_device.leave_remote_backward()
 
 
-def _has_remote_roots(roots: Sequence[Any]) -> bool:
+def _is_remote_backward(roots: Sequence[Any]) -> bool:
     """Whether a backward pass from these roots has remote tensors. Any: torch also accepts graph edges as
     roots, which are not inspected and count as remote."""
     tensors = [root for root in roots if isinstance(root, torch.Tensor)]

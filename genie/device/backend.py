@@ -18,7 +18,7 @@ from torch.utils import backend_registration
 from genie.device import accelerator, autograd, library, registry
 
 _log = logging.getLogger(__name__)
-_lock = threading.RLock()
+_registration_lock = threading.RLock()
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
     torch has one slot for an out-of-tree device. If another package has taken it, this logs that and
     registers nothing; the rest of Genie works.
     """
-    with _lock:
+    with _registration_lock:
         taken_by = torch._C._get_privateuse1_backend_name()
         session = registry.is_attached()
         if taken_by not in ("privateuseone", registry.DEVICE_TYPE):
@@ -47,7 +47,7 @@ def register() -> None:
             return
         _replace_autograd_engine()
         library.load_if_built()
-    library.update_devices()
+    library.update_devices_from_registry()
 
 
 def _register_backend_name() -> None:
@@ -57,7 +57,7 @@ def _register_backend_name() -> None:
     if "torch._inductor.codegen.common" in sys.modules:
         from genie.device import compiler  # late: it imports torch._dynamo
 
-        compiler.register_with_inductor()
+        compiler.register_unsupported_codegen()
 
 
 def _replace_autograd_engine() -> None:

@@ -18,7 +18,7 @@ from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 
 from genie.device import library, registry
-from genie.device.graphs import GRAPHS_KEPT_MAX, RecordedGraph, input_key
+from genie.device.graphs import GRAPHS_PER_MODEL_MAX, RecordedGraph, input_cache_key
 from genie.errors import OpRefusedError
 from genie.native import genie_device
 
@@ -65,7 +65,7 @@ class RemoteGraphModule:
     def __init__(self, module: torch.fx.GraphModule, static: Sequence[int], *, inductor: bool) -> None:
         self._module = module
         self._inductor = inductor
-        self._static_positions = frozenset(static)
+        self._static_input_positions = frozenset(static)
         self._graphs: collections.OrderedDict[Hashable, RecordedGraph] = collections.OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:
@@ -73,26 +73,28 @@ class RemoteGraphModule:
         if index is None:
             return self._module(*inputs)
         in_place = [
-            i for i in self._static_positions if i < len(inputs) and isinstance(inputs[i], torch.Tensor)
+            i for i in self._static_input_positions if i < len(inputs) and isinstance(inputs[i], torch.Tensor)
         ]
         # torch calls one graph with different numbers, shapes and weights.
-        key = tuple(id(each) if i in in_place else input_key(each) for i, each in enumerate(inputs))
+        key = tuple(id(each) if i in in_place else input_cache_key(each) for i, each in enumerate(inputs))
         graph = self._graphs.get(key)
         if graph is None or not graph.is_valid():
-            graph = RecordedGraph(self._run, inputs, index=index, in_place=in_place, inductor=self._inductor)
+            graph = RecordedGraph(
+                self._run_module, inputs, index=index, in_place=in_place, inductor=self._inductor
+            )
             self._graphs[key] = graph
-            while len(self._graphs) > GRAPHS_KEPT_MAX:
+            while len(self._graphs) > GRAPHS_PER_MODEL_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
         else:
             self._graphs.move_to_end(key)
-            graph.copy_inputs(inputs)
+            graph.copy_inputs_to_graph(inputs)
             results = graph.replay()
         library.ensure_loaded()
         take = genie_device.copy_graph_result
         return [take(each) if isinstance(each, torch.Tensor) else each for each in results]
 
-    def _run(self, inputs: Sequence[Any]) -> Any:
+    def _run_module(self, inputs: Sequence[Any]) -> Any:
         return self._module(*inputs)
 
 
@@ -110,7 +112,7 @@ class _UnsupportedCodegenMeta(type):
     @property
     def supports_caching(cls) -> bool:
         """Inductor reads this first, before it lowers the model; later it would wrap the error in its own."""
-        raise _inductor_unsupported()
+        raise _inductor_unsupported_error()
 
 
 class UnsupportedCodegen(metaclass=_UnsupportedCodegenMeta):
@@ -118,7 +120,7 @@ class UnsupportedCodegen(metaclass=_UnsupportedCodegenMeta):
     backend."""
 
     def __init__(self, *args: object) -> None:
-        raise _inductor_unsupported()
+        raise _inductor_unsupported_error()
 
     @classmethod
     def create(cls, *args: object) -> UnsupportedCodegen:
@@ -134,7 +136,7 @@ def unsupported_inductor_codegen() -> Any:  # Any: it replaces several classes o
     return UnsupportedCodegen
 
 
-def register_with_inductor() -> None:
+def register_unsupported_codegen() -> None:
     """For a process that used inductor before the device was registered: inductor looks up devices once."""
     from torch._inductor.codegen import common
 
@@ -142,7 +144,7 @@ def register_with_inductor() -> None:
     common.register_backend_for_device(registry.DEVICE_TYPE, part, part, part, part)
 
 
-def _inductor_unsupported() -> OpRefusedError:
+def _inductor_unsupported_error() -> OpRefusedError:
     return OpRefusedError(
         f"the default backend of torch.compile (inductor) does not support {registry.DEVICE_TYPE}",
         hint='use torch.compile(model, backend="genie"); with options={"inductor": True} the executor '

@@ -30,10 +30,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 CONNECT_TIMEOUT_S = 10.0
-OPEN_TIMEOUT_S = 30.0
+OPEN_SESSION_TIMEOUT_S = 30.0
 RESUME_TIMEOUT_S = 20.0
 """How long reconnecting is retried. An executor keeps the session longer than that."""
-_RESUME_BACKOFF_S = 0.05
+_RESUME_BACKOFF_S_MIN = 0.05
 _RESUME_BACKOFF_S_MAX = 1.0
 
 
@@ -55,7 +55,7 @@ class ExecutorLink:
 
     address: ExecutorAddress
     node_id: str
-    busy_executor_timeout_s: float = OPEN_TIMEOUT_S
+    resume_reply_timeout_s: float = OPEN_SESSION_TIMEOUT_S
     """How long an executor may be busy with one op before it replies to a reconnecting client."""
     reconnect_disabled: threading.Event = field(default_factory=threading.Event)
     """Set when the session must not reconnect."""
@@ -64,14 +64,14 @@ class ExecutorLink:
     _stream_in_handshake: Stream | None = None
 
     @property
-    def peer(self) -> str:
+    def peer_description(self) -> str:
         return f"the executor at {address_text(self.address.host, self.address.port)} on node {self.node_id}"
 
     def open_session(
         self,
         *,
         replies_received: int = 0,
-        timeout_s: float = OPEN_TIMEOUT_S,
+        timeout_s: float = OPEN_SESSION_TIMEOUT_S,
         answer_timeout_s: float | None = None,
     ) -> tuple[Stream, device_protocol.Opened]:
         """Connect, check the certificate, send the ticket. Returns a stream that is ready for the op stream.
@@ -90,15 +90,15 @@ class ExecutorLink:
                 machine=device_protocol.machine_identity(),
             )
             opened = device_protocol.open_session(
-                _StreamPipe(stream),
+                _NativeStreamPipe(stream),
                 request,
-                peer=self.peer,
+                peer=self.peer_description,
                 timeout_s=_remaining_s(deadline),
                 answer_timeout_s=answer_timeout_s,
             )
             remaining_s = _remaining_s(deadline + (answer_timeout_s or 0.0))
             stream = executor_stream.downgrade_if_plaintext(
-                stream, plaintext=opened.plaintext, peer=self.peer, timeout_s=remaining_s
+                stream, plaintext=opened.plaintext, peer=self.peer_description, timeout_s=remaining_s
             )
         except BaseException:
             stream.close()
@@ -108,20 +108,20 @@ class ExecutorLink:
         self._session_key, self._fetch_key = opened.session_key, opened.fetch_key
         return stream, opened
 
-    def resume(self, replies_received: int) -> tuple[Stream, int]:
+    def resume_session(self, replies_received: int) -> tuple[Stream, int]:
         """Reconnect after a connection loss. Raises when the executor has ended, or is unreachable for
         RESUME_TIMEOUT_S.
 
         An executor that is running an op replies after that op.
         """
         deadline = time.monotonic() + RESUME_TIMEOUT_S
-        backoff_s = _RESUME_BACKOFF_S
+        backoff_s = _RESUME_BACKOFF_S_MIN
         while True:
             try:
                 stream, opened = self.open_session(
                     replies_received=replies_received,
                     timeout_s=_remaining_s(deadline),
-                    answer_timeout_s=self.busy_executor_timeout_s,
+                    answer_timeout_s=self.resume_reply_timeout_s,
                 )
             except NothingListensError:
                 raise  # the executor has ended: a port that refuses is not a connection loss
@@ -141,9 +141,9 @@ class ExecutorLink:
         if opening is not None:
             opening.shut_down()
 
-    def make_fetch_token(self, number: int) -> str:
+    def make_fetch_token(self, parcel_number: int) -> str:
         """The token with which another executor may fetch the parcel of this number from this executor."""
-        return device_protocol.make_fetch_token(self._fetch_key, number)
+        return device_protocol.make_fetch_token(self._fetch_key, parcel_number)
 
     def _connect(self, timeout_s: float) -> Stream:
         address = self.address
@@ -153,8 +153,8 @@ class ExecutorLink:
             host=address.host,
             port=address.port,
             server_name=address.server_name,
-            trusted=None if context is None else context.get_ca_certs(binary_form=True),
-            peer=self.peer,
+            ca_certificates=None if context is None else context.get_ca_certs(binary_form=True),
+            peer=self.peer_description,
             timeout_s=timeout_s,
         )
 
@@ -175,16 +175,16 @@ def open_connection(
         kind=opened.kind,
         op_timeout_s=op_timeout_s,
         blocking=launch_blocking,
-        flush_ops=OPS_PER_FRAME,
+        flush_ops=OPS_PER_FRAME_MAX,
         host=link.address.host,
         port=link.address.port,
         server_name=link.address.server_name,
-        resume=link.resume,
+        resume=link.resume_session,
         token=link.make_fetch_token,
     )
 
 
-OPS_PER_FRAME = 32
+OPS_PER_FRAME_MAX = 32
 """Ops that are batched into one frame, unless a value is needed sooner."""
 
 
@@ -192,19 +192,19 @@ def _remaining_s(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-class _StreamPipe:
+class _NativeStreamPipe:
     """Adapts a stream of the library to device_protocol.Pipe: a lost connection is an OSError."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
     def read_exactly(self, count: int, timeout_s: float) -> bytes:
-        return self._run(self._stream.read_exactly, count, timeout_s)
+        return self._run_converting_errors(self._stream.read_exactly, count, timeout_s)
 
     def write_all(self, data: bytes, timeout_s: float) -> None:
-        self._run(self._stream.write_all, data, timeout_s)
+        self._run_converting_errors(self._stream.write_all, data, timeout_s)
 
-    def _run(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def _run_converting_errors(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return call(*args, **kwargs)
         except genie_device.ConnectionLost as error:

@@ -21,15 +21,26 @@ from genie.device import library, registry
 from genie.errors import OpRefusedError, UsageError
 from genie.native import genie_device
 
-GRAPHS_KEPT_MAX = 32
+GRAPHS_PER_MODEL_MAX = 32
 """Per captured model, one for each combination of shapes. The least recently used one is dropped."""
 RECORDING_THREAD_IDLE_S_MAX = 10.0
 """Other threads wait for a recording to end; they raise once its thread has not used the device for this
 long."""
-_DESCRIPTION_CHARACTERS_MAX = 100
+_INPUT_DESCRIPTION_CHARACTERS_MAX = 100
 _TENSOR_NAMES_IN_ERROR_MAX = 8
-_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_TYPES_COMPARED_BY_VALUE = frozenset(_PLAIN_TYPES) - {float, complex}
+_PLAIN_VALUE_TYPES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
+_TYPES_COMPARED_BY_VALUE = frozenset(_PLAIN_VALUE_TYPES) - {float, complex}
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,12 @@ class GraphReport:
     replays: int
 
 
-def graph_reports_of_device(index: int) -> list[GraphReport]:
+def fetch_graph_reports_of_device(index: int) -> list[GraphReport]:
     """Reports of all graphs of this process on a device, including those of torch.compile."""
     return [
-        graph.report() for graph in list(_live_graphs) if graph.device_index == index and not graph.is_lost
+        graph.fetch_report()
+        for graph in list(_live_graphs)
+        if graph.device_index == index and not graph.is_lost
     ]
 
 
@@ -60,7 +73,7 @@ class OverlappingInput(NamedTuple):
     """Position of the first input of the group."""
     same_object_position: int
     """Position of the first input that is the same object."""
-    start_bytes: int
+    offset_in_group_bytes: int
     """Offset in the memory of the group."""
     strides: tuple[int, ...]
     is_conj: bool
@@ -85,7 +98,7 @@ class RecordedGraph:
         share memory. `model_tensors`: tensors of the model, with names for error messages.
         """
         self.device_index = index
-        self._descriptions = tuple(map(_describe_input, inputs))
+        self._input_descriptions = tuple(map(_describe_input, inputs))
         self._inputs = list(inputs)
         self._copied_positions = [
             i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and i not in in_place
@@ -98,7 +111,7 @@ class RecordedGraph:
         self._guard = genie_device.GraphGuard([self._inputs[i] for i in in_place], [], [])
         self._connection = registry.device_slot(index).get_or_open_connection(first_seed=torch.initial_seed())
         if shared:
-            self.copy_inputs(inputs)
+            self.copy_inputs_to_graph(inputs)
         self._graph_number: int | None = self._connection.begin_graph(
             thread=threading.current_thread().name, idle_s_max=RECORDING_THREAD_IDLE_S_MAX
         )
@@ -107,17 +120,17 @@ class RecordedGraph:
             copies = [self._inputs[i] for i in self._copied_positions]
             # The storages are held, because addresses are reused.
             before = [(copy.untyped_storage(), _memory_layout(copy)) for copy in copies]
-            with _empty_autocast_cache():
+            with _autocast_cache_disabled():
                 self.results = run(self._inputs)
             if [_memory_layout(copy) for copy in copies] != [layout for _, layout in before]:
                 raise OpRefusedError(
                     "a captured model may write to its arguments, but not change their shape or memory"
                 )
-            _check_results(self.results, index)
-            self.written_positions = self._written_inputs()
+            _check_result_types_and_devices(self.results, index)
+            self.written_positions = self._find_written_positions()
             """Positions of inputs that the model has changed."""
             self._written_storage_count = self._connection.graph_written_storage_count(self._graph_number)
-            self.check_aliasing(inputs)
+            self.check_no_aliasing_with_model(inputs)
             is_complete = True
         except OpRefusedError as error:
             error.message += self._describe_side_effects(model_tensors)
@@ -129,7 +142,7 @@ class RecordedGraph:
                 self._graph_number = None
         _live_graphs.add(self)
 
-    def _written_inputs(self) -> list[int]:
+    def _find_written_positions(self) -> list[int]:
         assert self._graph_number is not None
         accesses = self._connection.storage_accesses_in_graph(self._graph_number, self._input_copies)
         written = genie_device.STORAGE_WRITTEN
@@ -157,7 +170,7 @@ class RecordedGraph:
 
     def _copy_inputs_to_device(self, inputs: Sequence[Any], shared: Sequence[OverlappingInput]) -> None:
         """Copies share memory where the inputs do, and an input that is passed twice is copied once."""
-        copies = _allocate_shared_copies(inputs, shared, self.device_index)
+        copies = _allocate_overlapping_copies(inputs, shared, self.device_index)
         for i in self._copied_positions:
             self._inputs[i] = copies[i] if i in copies else _copy_to_device(inputs[i], self.device_index)
         duplicates = {each.position for each in shared if each.same_object_position != each.position}
@@ -171,7 +184,7 @@ class RecordedGraph:
         part: torch.Tensor = inputs[i][self._copied_slices[i]] if i in self._copied_slices else inputs[i]
         return part
 
-    def check_aliasing(self, inputs: Sequence[Any]) -> None:
+    def check_no_aliasing_with_model(self, inputs: Sequence[Any]) -> None:
         """OpRefusedError if an input shares memory with a tensor of the model, and the model writes to it."""
         if not self._written_storage_count:
             return
@@ -184,8 +197,8 @@ class RecordedGraph:
                 access == genie_device.STORAGE_READ and i in self.written_positions
             ):
                 raise OpRefusedError(
-                    f"the argument {self._descriptions[i]} shares memory with a tensor that the captured "
-                    "model holds itself, and the model writes to it",
+                    f"the argument {self._input_descriptions[i]} shares memory with a tensor that the "
+                    "captured model holds itself, and the model writes to it",
                     hint="pass a copy, or pass all tensors on that memory as arguments",
                 )
 
@@ -198,7 +211,7 @@ class RecordedGraph:
         """Whether the executor was lost, and the graph with it."""
         return self._connection.is_lost
 
-    def copy_inputs(self, inputs: Sequence[Any]) -> None:
+    def copy_inputs_to_graph(self, inputs: Sequence[Any]) -> None:
         """Copy the inputs to the graph's own copies, for the next replay."""
         self._connection.copy_inputs(
             self._input_copies, [self._copied_slice_of_input(inputs, i) for i in self._copied_positions]
@@ -210,16 +223,16 @@ class RecordedGraph:
         self._connection.replay_graph(self._graph_number)
         return self.results
 
-    def write_back(self, inputs: Sequence[Any]) -> None:
+    def copy_changes_to_inputs(self, inputs: Sequence[Any]) -> None:
         """Copy the changes of the graph's own copies to the inputs."""
         with torch.no_grad():
             for i in self.written_positions:
                 self._copied_slice_of_input(inputs, i).copy_(self._copied_slice_of_input(self._inputs, i))
 
-    def report(self) -> GraphReport:
+    def fetch_report(self) -> GraphReport:
         assert self._graph_number is not None
         how, replays, why = self._connection.fetch_graph_report(self._graph_number)
-        return GraphReport(inputs=self._descriptions, how=how, why=why, replays=replays)
+        return GraphReport(inputs=self._input_descriptions, how=how, why=why, replays=replays)
 
     def __del__(self) -> None:
         number = getattr(self, "_graph_number", None)
@@ -230,7 +243,7 @@ class RecordedGraph:
 _live_graphs: weakref.WeakSet[RecordedGraph] = weakref.WeakSet()
 
 
-def input_key(leaf: Any) -> Hashable:
+def input_cache_key(leaf: Any) -> Hashable:
     """The cache key of one input: inputs with equal keys can use the same graph."""
     if isinstance(leaf, torch.Tensor):
         device = leaf.device
@@ -265,7 +278,7 @@ def exact_value_key(value: Any) -> Hashable:
 
 
 @contextlib.contextmanager
-def _empty_autocast_cache() -> Iterator[None]:
+def _autocast_cache_disabled() -> Iterator[None]:
     """Autocast caches cast weights. A recording must contain the casts, so that replays see changed weights.
 
     A model may enable the cache for a part of itself; that part then uses casts of the recording, which are
@@ -284,7 +297,7 @@ def _empty_autocast_cache() -> Iterator[None]:
 def _describe_input(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    return repr(leaf)[:_DESCRIPTION_CHARACTERS_MAX]
+    return repr(leaf)[:_INPUT_DESCRIPTION_CHARACTERS_MAX]
 
 
 def _copy_to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
@@ -294,7 +307,7 @@ def _copy_to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.detach().to(device)
 
 
-def _allocate_shared_copies(
+def _allocate_overlapping_copies(
     inputs: Sequence[Any], shared: Sequence[OverlappingInput], index: int
 ) -> dict[int, torch.Tensor]:
     """Tensors that share memory as the inputs do, by position; their contents are not copied yet."""
@@ -303,7 +316,7 @@ def _allocate_shared_copies(
     for each in shared:
         source = inputs[each.position]
         spans = ((size - 1) * stride for size, stride in zip(source.shape, each.strides, strict=True))
-        end = each.start_bytes + (1 + sum(spans)) * source.itemsize
+        end = each.offset_in_group_bytes + (1 + sum(spans)) * source.itemsize
         sizes[each.group_first_position] = max(sizes[each.group_first_position], end)
     memory = {
         first: torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
@@ -317,7 +330,10 @@ def _allocate_shared_copies(
         source = inputs[each.position]
         copy = torch.empty(0, dtype=source.dtype, device=device)
         copy.set_(
-            memory[each.group_first_position], each.start_bytes // source.itemsize, source.shape, each.strides
+            memory[each.group_first_position],
+            each.offset_in_group_bytes // source.itemsize,
+            source.shape,
+            each.strides,
         )
         copy = copy.conj() if each.is_conj else copy
         copies[each.position] = torch._neg_view(copy) if each.is_neg else copy
@@ -330,9 +346,9 @@ def _memory_layout(tensor: torch.Tensor) -> tuple[int, ...]:
     return memory, tensor.storage_offset(), *tensor.shape, *tensor.stride()
 
 
-def _check_results(results: Any, index: int) -> None:
+def _check_result_types_and_devices(results: Any, index: int) -> None:
     for leaf in pytree.tree_leaves(results):
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN_VALUE_TYPES)):
             raise OpRefusedError(
                 f"a captured model must return tensors in tuples, lists and dicts, not a {_type_name(leaf)}",
                 hint="return a tuple or a dict, or register the class with torch's pytree",

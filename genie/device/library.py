@@ -15,7 +15,7 @@ from genie.device import registry
 from genie.native import genie_device, libraries
 
 _log = logging.getLogger(__name__)
-_LOCAL_ACCELERATORS = ("cuda", "xpu", "mps")
+_LOCAL_ACCELERATOR_TYPES = ("cuda", "xpu", "mps")
 
 
 def ensure_loaded() -> None:
@@ -24,7 +24,7 @@ def ensure_loaded() -> None:
         with _state.lock:
             if not _state.is_loaded:
                 _load()
-        update_devices()
+        update_devices_from_registry()
 
 
 def load_if_built() -> None:
@@ -38,12 +38,12 @@ def is_loaded() -> bool:
     return _state.is_loaded
 
 
-def update_devices() -> None:
+def update_devices_from_registry() -> None:
     """Make the library's device indices those of the registry."""
     if not _state.is_loaded:
         return
     if registry.is_attached():
-        genie_device.attach_devices(len(registry.device_slots()), open_connection)
+        genie_device.attach_devices(len(registry.device_slots()), get_or_open_connection)
     else:
         genie_device.detach_devices()
 
@@ -51,7 +51,7 @@ def update_devices() -> None:
 def has_local_accelerator() -> bool:
     """Whether this process has a local accelerator. Counts devices only, which does not initialise a driver
     where the driver allows that: the program may want to fork."""
-    return any(torch.get_device_module(kind).device_count() > 0 for kind in _LOCAL_ACCELERATORS)
+    return any(torch.get_device_module(kind).device_count() > 0 for kind in _LOCAL_ACCELERATOR_TYPES)
 
 
 def keeps_local_torch_accelerator() -> bool:
@@ -59,7 +59,7 @@ def keeps_local_torch_accelerator() -> bool:
     return _state.keeps_local_torch_accelerator
 
 
-def open_connection(index: int) -> genie_device.Connection:
+def get_or_open_connection(index: int) -> genie_device.Connection:
     """The library calls this at the first use of an index, and after its executor was lost."""
     return registry.device_slot(index).get_or_open_connection(first_seed=torch.initial_seed())
 
@@ -80,11 +80,11 @@ def _load() -> None:
     import torch._meta_registrations
 
     genie_device.register_kernels()
-    if any(torch.get_device_module(kind).is_available() for kind in _LOCAL_ACCELERATORS):
+    if any(torch.get_device_module(kind).is_available() for kind in _LOCAL_ACCELERATOR_TYPES):
         _state.keeps_local_torch_accelerator = genie_device.try_keep_local_torch_accelerator()
         if not _state.keeps_local_torch_accelerator:
             _log.warning("backward passes on this machine's own GPU will fail while Genie is in use")
     _state.is_loaded = True
 
 
-registry.on_change(update_devices)
+registry.on_change_after_attach(update_devices_from_registry)

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 
 from genie.device import library, registry
 from genie.device.graphs import (
-    GRAPHS_KEPT_MAX,
+    GRAPHS_PER_MODEL_MAX,
     GraphReport,
     OverlappingInput,
     RecordedGraph,
     exact_value_key,
-    input_key,
+    input_cache_key,
 )
 from genie.errors import OpRefusedError, UsageError
 from genie.native import genie_device
@@ -55,7 +55,7 @@ def capture(
     if not isinstance(inductor, bool):
         raise UsageError(f"inductor must be True or False, not {inductor!r:.80}")
     if batch_sizes is not None:
-        return BucketedModel(model, batch_sizes=batch_sizes, inductor=inductor)
+        return BatchPaddingModel(model, batch_sizes=batch_sizes, inductor=inductor)
     return CapturedModel(model, inductor=inductor)
 
 
@@ -69,7 +69,7 @@ class CapturedModel:
         self._modules: list[torch.nn.Module] = []
         self._graphs: collections.OrderedDict[Hashable, RecordedGraph] = collections.OrderedDict()
         """Recorded with the model as `_guard` describes it."""
-        self._last_used: tuple[Hashable, RecordedGraph] | None = None
+        self._last_used_graph: tuple[Hashable, RecordedGraph] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spec: pytree.TreeSpec | None = None
@@ -77,33 +77,33 @@ class CapturedModel:
         leaves: Sequence[Any] = args
         if kwargs or not all(type(each) is torch.Tensor for each in args):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            keys = tuple(_collect_dict_keys((args, kwargs)))
-        inputs_key = (spec, keys, torch.is_inference_mode_enabled(), *map(input_key, leaves))
+            keys = tuple(_non_string_dict_keys((args, kwargs)))
+        inputs_key = (spec, keys, torch.is_inference_mode_enabled(), *map(input_cache_key, leaves))
         library.ensure_loaded()
         predicted = self._find_graph_of_last_call(inputs_key)
         if predicted is not None:
-            predicted.copy_inputs(leaves)  # sent while the checks below run, which take as long
+            predicted.copy_inputs_to_graph(leaves)  # sent while the checks below run, which take as long
         sharing = genie_device.find_overlapping_inputs(leaves) if len(leaves) > 1 else None
-        key = (inputs_key, self._model_key(), sharing)
+        key = (inputs_key, self._update_guard_and_get_model_key(), sharing)
         graph = self._graphs.get(key)
         if graph is None or graph.is_lost:
-            self._last_used = None
+            self._last_used_graph = None
             shared = [OverlappingInput(*each) for each in sharing or ()]
-            graph = self._graphs[key] = self._record(leaves, spec, shared)
-            while len(self._graphs) > GRAPHS_KEPT_MAX:
+            graph = self._graphs[key] = self._record_graph(leaves, spec, shared)
+            while len(self._graphs) > GRAPHS_PER_MODEL_MAX:
                 self._graphs.popitem(last=False)
             results = graph.results
             if self._guard is not None and self._guard.is_unchanged():
-                self._last_used = inputs_key, graph
+                self._last_used_graph = inputs_key, graph
         else:
-            graph.check_aliasing(leaves)
+            graph.check_no_aliasing_with_model(leaves)
             if graph is not predicted:
-                graph.copy_inputs(leaves)
+                graph.copy_inputs_to_graph(leaves)
             results = graph.replay()
             self._graphs.move_to_end(key)
-            self._last_used = inputs_key, graph
+            self._last_used_graph = inputs_key, graph
         if graph.written_positions:
-            graph.write_back(leaves)
+            graph.copy_changes_to_inputs(leaves)
         if type(results) is torch.Tensor:
             return genie_device.copy_graph_result(results)
         return pytree.tree_map_only(torch.Tensor, genie_device.copy_graph_result, results)
@@ -115,17 +115,21 @@ class CapturedModel:
         They would if the model kept the graph's copy of an argument as a buffer: but after a run that left it
         with other weights and buffers than the guard has recorded, nothing is predicted.
         """
-        if self._last_used is None or self._last_used[0] != inputs_key or self._last_used[1].is_lost:
+        if (
+            self._last_used_graph is None
+            or self._last_used_graph[0] != inputs_key
+            or self._last_used_graph[1].is_lost
+        ):
             return None
-        return self._last_used[1]
+        return self._last_used_graph[1]
 
     def report(self) -> list[GraphReport]:
         """One report per recording, least recently used first. Waits for the executor."""
         if self._guard is None or not self._guard.is_unchanged():
             return []
-        return [graph.report() for graph in self._graphs.values() if not graph.is_lost]
+        return [graph.fetch_report() for graph in self._graphs.values() if not graph.is_lost]
 
-    def _model_key(self) -> Hashable:
+    def _update_guard_and_get_model_key(self) -> Hashable:
         """State besides the inputs that a recording depends on: train or eval mode of every module, autocast,
         torch settings.
 
@@ -133,12 +137,12 @@ class CapturedModel:
         """
         if self._guard is None or not self._guard.is_unchanged():
             self._graphs.clear()
-            self._last_used = None
+            self._last_used_graph = None
             owner = _owning_module(self._model)
             self._modules = [] if owner is None else list(owner.modules())  # cached: slow for large models
             self._guard = genie_device.GraphGuard(
                 _parameters_and_buffers(self._modules),
-                _dicts_of_modules(self._modules),
+                _guarded_dicts(self._modules),
                 [(module.__dict__, "forward") for module in self._modules],
             )
         return (
@@ -147,11 +151,11 @@ class CapturedModel:
             torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         )
 
-    def _record(
+    def _record_graph(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[OverlappingInput]
     ) -> RecordedGraph:
         """`spec` None: the leaves are the positional arguments."""
-        index = self._device_index(leaves)
+        index = self._choose_device_index(leaves)
 
         def run(inputs: Sequence[Any]) -> Any:
             if spec is None:
@@ -159,7 +163,7 @@ class CapturedModel:
             args, kwargs = pytree.tree_unflatten(list(inputs), spec)
             return self._model(*args, **kwargs)
 
-        model_tensors = _named_tensors(self._model)
+        model_tensors = _named_parameters_and_buffers(self._model)
         with torch.no_grad():
             return RecordedGraph(
                 run,
@@ -170,14 +174,14 @@ class CapturedModel:
                 inductor=self._inductor,
             )
 
-    def _device_index(self, leaves: Sequence[Any]) -> int:
+    def _choose_device_index(self, leaves: Sequence[Any]) -> int:
         """Index of the device of the module's weights, else of the arguments, else the current device."""
-        weights = _tensor_devices(_parameters_and_buffers(self._modules))
+        weights = _devices_of_tensors(_parameters_and_buffers(self._modules))
         if weights and isinstance(self._model, torch.nn.Module):
             return _single_device_index(
                 weights, "weights", hint='move the model first: model.to("remote_accelerator:0")'
             )
-        arguments = {device for device in _tensor_devices(leaves) if device.type == registry.DEVICE_TYPE}
+        arguments = {device for device in _devices_of_tensors(leaves) if device.type == registry.DEVICE_TYPE}
         if arguments:
             return _single_device_index(
                 arguments, "arguments", hint="pass arguments that are on one device, or on the CPU"
@@ -188,7 +192,7 @@ class CapturedModel:
         return genie_device.current_device()
 
 
-class BucketedModel(CapturedModel):
+class BatchPaddingModel(CapturedModel):
     """Pads each batch to the next of the batch sizes, and cuts the results back."""
 
     def __init__(
@@ -199,14 +203,14 @@ class BucketedModel(CapturedModel):
             self._batch_sizes = sorted({operator.index(size) for size in batch_sizes})
         except TypeError:
             self._batch_sizes = []
-        if not 0 < len(self._batch_sizes) <= GRAPHS_KEPT_MAX or self._batch_sizes[0] < 1:
+        if not 0 < len(self._batch_sizes) <= GRAPHS_PER_MODEL_MAX or self._batch_sizes[0] < 1:
             raise UsageError(
-                f"batch_sizes must be 1 to {GRAPHS_KEPT_MAX} positive integers, not {batch_sizes!r:.80}"
+                f"batch_sizes must be 1 to {GRAPHS_PER_MODEL_MAX} positive integers, not {batch_sizes!r:.80}"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows = _batch_size(leaves)
+        rows = _read_batch_size(leaves)
         size = self._smallest_fitting_batch_size(rows)
         padded = [_pad_batch(leaf, rows, size) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(padded, spec)
@@ -215,7 +219,7 @@ class BucketedModel(CapturedModel):
             return results
         return pytree.tree_map_only(torch.Tensor, lambda each: _remove_padding(each, rows, size), results)
 
-    def _record(
+    def _record_graph(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec | None, shared: Sequence[OverlappingInput]
     ) -> RecordedGraph:
         if any(isinstance(each, _BatchNorm) and _uses_batch_statistics(each) for each in self._modules):
@@ -224,7 +228,7 @@ class BucketedModel(CapturedModel):
                 "would change them",
                 hint="call model.eval() first, with running statistics, or capture without batch_sizes",
             )
-        graph = super()._record(leaves, spec, shared)
+        graph = super()._record_graph(leaves, spec, shared)
         if graph.written_positions:
             raise OpRefusedError(
                 "batch_sizes cannot be used with a model that writes to its arguments",
@@ -242,14 +246,16 @@ class BucketedModel(CapturedModel):
         )
 
 
-def _collect_dict_keys(tree: Any) -> list[Hashable]:
+def _non_string_dict_keys(tree: Any) -> list[Hashable]:
     """Exact keys of the keys, other than strings, of dict arguments: pytree compares those by equality
     only."""
     if isinstance(tree, dict):
         other = [exact_value_key(key) for key in tree if type(key) is not str]
-        return other + [key for each in tree.values() for key in _collect_dict_keys(each)]
+        return other + [key for each in tree.values() for key in _non_string_dict_keys(each)]
     return (
-        [key for each in tree for key in _collect_dict_keys(each)] if isinstance(tree, (tuple, list)) else []
+        [key for each in tree for key in _non_string_dict_keys(each)]
+        if isinstance(tree, (tuple, list))
+        else []
     )
 
 
@@ -269,7 +275,7 @@ def _parameters_and_buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Te
     ]
 
 
-def _named_tensors(model: object) -> list[tuple[str, torch.Tensor]]:
+def _named_parameters_and_buffers(model: object) -> list[tuple[str, torch.Tensor]]:
     """Parameters and buffers of a model with their names."""
     owner = _owning_module(model)
     if owner is None:
@@ -278,7 +284,7 @@ def _named_tensors(model: object) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *owner.named_buffers(remove_duplicate=False)]
 
 
-def _dicts_of_modules(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
+def _guarded_dicts(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]]:
     """The dicts that define a model: parameters, buffers, submodules, hooks. Any: their types differ."""
     global_hooks = [module_globals._global_forward_hooks, module_globals._global_forward_pre_hooks]
     return global_hooks + [
@@ -294,7 +300,7 @@ def _dicts_of_modules(modules: Sequence[torch.nn.Module]) -> list[dict[Any, Any]
     ]
 
 
-def _tensor_devices(leaves: Sequence[Any]) -> set[torch.device]:
+def _devices_of_tensors(leaves: Sequence[Any]) -> set[torch.device]:
     """Devices of the tensors, except those of CPU scalars, which every device accepts."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return {each.device for each in tensors if each.dim() > 0 or each.device.type == registry.DEVICE_TYPE}
@@ -314,7 +320,7 @@ def _uses_batch_statistics(norm: _BatchNorm) -> bool:
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
 
-def _batch_size(leaves: Sequence[Any]) -> int:
+def _read_batch_size(leaves: Sequence[Any]) -> int:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])

@@ -41,20 +41,20 @@ __all__ = [
 DEVICE_TYPE = "remote_accelerator"
 DEVICES_MAX = 127
 """torch stores a device index in a signed 8-bit integer."""
-OP_TIMEOUT_S = 600.0
+DEFAULT_OP_TIMEOUT_S = 600.0
 _SHUTDOWN_REASON = "the session was shut down"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteDevice:
-    """One accelerator of the cluster. `open` blocks until an executor on it is ready, and may raise."""
+    """One accelerator of the cluster. `start_executor` blocks until an executor is ready, and may raise."""
 
     node_id: str
     gpu_id: str
     name: str
     memory_bytes: int
     vendor: str
-    open: Callable[[], ExecutorAddress]
+    start_executor: Callable[[], ExecutorAddress]
 
 
 class DeviceSlot:
@@ -83,7 +83,7 @@ class DeviceSlot:
             if self._closed.is_set():
                 raise not_initialized_error()
             if self._connection is None or self._connection.is_lost:
-                self._connection = self._open(first_seed)
+                self._connection = self._open_connection(first_seed)
             if self._closed.is_set():  # closed while the connection was being opened
                 self._connection.close(_SHUTDOWN_REASON)
                 raise not_initialized_error()
@@ -116,7 +116,7 @@ class DeviceSlot:
         if self._connection is not None:
             self._connection.close(_SHUTDOWN_REASON)
 
-    def mark_lost(self, reason: str) -> None:
+    def disconnect_lost_executor(self, reason: str) -> None:
         """Close the connection because the executor is known to be lost: a frozen machine does not reset its
         connections. The next use opens a new connection. May block for seconds."""
         with self._lock:
@@ -125,16 +125,16 @@ class DeviceSlot:
             link.stop_reconnecting()
             connection.close(reason)
 
-    def forget_after_fork(self) -> None:
+    def disable_in_forked_child(self) -> None:
         """In a forked child: opening connections is left to the parent. The library abandons the open
         ones."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._closed.set()
 
-    def _open(self, first_seed: int) -> Connection:
+    def _open_connection(self, first_seed: int) -> Connection:
         self._executor_link = ExecutorLink(
-            self.device.open(), self.device.node_id, busy_executor_timeout_s=self._op_timeout_s
+            self.device.start_executor(), self.device.node_id, resume_reply_timeout_s=self._op_timeout_s
         )
         connection = open_connection(
             self._executor_link,
@@ -147,13 +147,13 @@ class DeviceSlot:
         return connection
 
 
-class _Registry:
+class _DeviceRegistry:
     """`slots` is None while nothing is attached."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.slots: tuple[DeviceSlot, ...] | None = None
-        self.op_timeout_s = OP_TIMEOUT_S
+        self.op_timeout_s = DEFAULT_OP_TIMEOUT_S
         self.launch_blocking = False
         self.attach_callbacks: list[Callable[[], None]] = []
         self.change_callbacks: list[Callable[[], None]] = []
@@ -170,11 +170,14 @@ class _Registry:
         self.slots = (*existing, *added)
 
 
-_registry = _Registry()
+_registry = _DeviceRegistry()
 
 
 def attach(
-    devices: Sequence[RemoteDevice], *, op_timeout_s: float = OP_TIMEOUT_S, launch_blocking: bool = False
+    devices: Sequence[RemoteDevice],
+    *,
+    op_timeout_s: float = DEFAULT_OP_TIMEOUT_S,
+    launch_blocking: bool = False,
 ) -> None:
     """Make devices[N] available as `remote_accelerator:N`. Registers with torch now or when it is imported.
 
@@ -197,14 +200,14 @@ def extend(devices: Sequence[RemoteDevice]) -> None:
         if _registry.slots is None or not devices:
             return
         _registry.add_devices(devices)
-    _notify_change()
+    _run_change_callbacks()
 
 
 def detach() -> None:
     """Close every connection; remaining tensors raise DeviceLostError. Idempotent."""
     with _registry.lock:
         detached, _registry.slots = device_slots(), None
-    _notify_change()
+    _run_change_callbacks()
     for each in detached:
         each.close()
 
@@ -259,24 +262,24 @@ def on_attach(callback: Callable[[], None]) -> None:
     _registry.attach_callbacks.append(callback)
 
 
-def on_change(callback: Callable[[], None]) -> None:
+def on_change_after_attach(callback: Callable[[], None]) -> None:
     """Call `callback` when indices are added or removed after attach(), and in a forked child."""
     _registry.change_callbacks.append(callback)
 
 
-def _notify_change() -> None:
+def _run_change_callbacks() -> None:
     for callback in _registry.change_callbacks:
         callback()
 
 
-def _after_fork_in_child() -> None:
+def _detach_in_forked_child() -> None:
     """A child starts without devices, and may attach its own. Another thread may have held the lock."""
     _registry.lock = threading.Lock()
     inherited, _registry.slots = device_slots(), None
     for each in inherited:
-        each.forget_after_fork()
-    _notify_change()
+        each.disable_in_forked_child()
+    _run_change_callbacks()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=_detach_in_forked_child)

@@ -12,7 +12,7 @@ import msgspec
 
 from genie.config import LogConfig
 from genie.errors import GenieError, HardwareError
-from genie.executor.listener import ClientListener
+from genie.executor.listener import ExecutorListener
 from genie.executor.session import ClientSession, SessionOutcome
 from genie.model.job import CLIENT_LOST_EXIT_CODE
 from genie.processes import executor_config, files
@@ -20,7 +20,7 @@ from genie.processes.executor_config import ExecutorConfig
 from genie.telemetry import log
 
 _log = logging.getLogger("genie.executor")
-_MESSAGE_CHARS_MAX = 300
+_STATUS_MESSAGE_CHARACTERS_MAX = 300
 """Maximum length of the error in the status for the client; the log has the whole message."""
 
 
@@ -38,13 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
     except GenieError as error:
         _log.error("executor failed: %s", error)
         if config is not None:
-            _write_status_for_agent(config, f"{error.message[:_MESSAGE_CHARS_MAX]} ({error.hint})")
+            _write_status_for_agent(
+                config, f"{error.message[:_STATUS_MESSAGE_CHARACTERS_MAX]} ({error.hint})"
+            )
         return error.exit_code
 
 
 def run(config: ExecutorConfig) -> int:
     """Return the exit code when the session has ended. Exit if the accelerator may have failed."""
-    listener = ClientListener(config)
+    listener = ExecutorListener(config)
     try:
         # Imported late: importing torch takes seconds, and clients can already connect.
         from genie.executor import accelerator
@@ -60,15 +62,17 @@ def run(config: ExecutorConfig) -> int:
         files.write_private(Path(config.endpoint_path), msgspec.json.encode({"port": listener.port}))
         client = listener.wait_for_client(config.idle_s)
         if client is None:
-            return _exit_code_without_client(config, f"no client connected within {config.idle_s:g} s")
+            return _report_no_client_and_get_exit_code(
+                config, f"no client connected within {config.idle_s:g} s"
+            )
         _log.info("serving %s on %s", client.peer, config.device)
         end = session.serve(client)
-        if not session.is_freed:
+        if not session.is_memory_freed:
             # Without destroying the session: freeing memory of a failed accelerator would abort.
             logging.shutdown()
             os._exit(HardwareError.exit_code)
         if end is SessionOutcome.CLIENT_LOST:
-            return _exit_code_without_client(
+            return _report_no_client_and_get_exit_code(
                 config, f"the client disconnected and did not reconnect within {config.resume_s:g} s"
             )
         return 0 if end is SessionOutcome.CLOSED else HardwareError.exit_code
@@ -76,7 +80,7 @@ def run(config: ExecutorConfig) -> int:
         listener.close()
 
 
-def _exit_code_without_client(config: ExecutorConfig, reason: str) -> int:
+def _report_no_client_and_get_exit_code(config: ExecutorConfig, reason: str) -> int:
     _log.warning("exiting without a client: %s", reason)
     _write_status_for_agent(config, reason)
     return CLIENT_LOST_EXIT_CODE

@@ -25,7 +25,7 @@ from genie.errors import OpRefusedError
 from genie.native.graph_steps import Step, StepArgument, StepOutput, TensorArgument, ViewFields
 
 aten = torch.ops.aten
-_SAFE_STRING = re.compile(r"[A-Za-z0-9_]{0,32}")
+_SAFE_STRING_ARGUMENT = re.compile(r"[A-Za-z0-9_]{0,32}")
 _DIVISION_OPS = frozenset(("div", "divide", "floor_divide", "fmod", "remainder"))
 
 
@@ -89,10 +89,10 @@ class StorageView:
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """`module` takes tensors like `examples`, which are fake tensors, and returns the results in order."""
+    """`module` takes tensors like the fake `example_inputs`, and returns the results in order."""
 
     module: GraphModule
-    examples: list[torch.Tensor]
+    example_inputs: list[torch.Tensor]
     inputs: list[StorageView]
     results: list[StorageView]
 
@@ -107,7 +107,7 @@ def trace_steps(
     written = {
         each[1] for step in steps if step[0] == "op" for each in _iterate_tensor_arguments(step[3]) if each[6]
     }
-    builder = _GraphBuilder(device, written)
+    builder = _FxGraphBuilder(device, written)
     for group in _group_overlapping_inputs(steps, existing_storage_bytes):
         builder.add_overlapping_inputs(group)
     for step in steps:
@@ -123,12 +123,12 @@ class _OverlappingInputs:
     """Views of one storage whose byte ranges overlap."""
 
     storage: int
-    is_written_by_meta: dict[TensorMeta, bool] = field(default_factory=dict)
+    view_is_written: dict[TensorMeta, bool] = field(default_factory=dict)
     end_bytes: int = 0
 
     @property
     def is_written(self) -> bool:
-        return any(self.is_written_by_meta.values())
+        return any(self.view_is_written.values())
 
 
 def _group_overlapping_inputs(
@@ -151,7 +151,7 @@ def _group_overlapping_inputs(
             if last is None or start >= last.end_bytes:
                 last = _OverlappingInputs(storage)
                 groups.append(last)
-            last.is_written_by_meta[meta] = metas[meta]
+            last.view_is_written[meta] = metas[meta]
             last.end_bytes = max(last.end_bytes, end)
     return groups
 
@@ -178,7 +178,7 @@ class _BaseTensor:
     end_bytes: int = 2**63
 
 
-class _GraphBuilder:
+class _FxGraphBuilder:
     def __init__(self, device: torch.device, written: set[int]) -> None:
         self._device = device
         self._written_storages = written
@@ -186,24 +186,24 @@ class _GraphBuilder:
         self._graph = Graph()
         self._fake_tensor_mode = FakeTensorMode(shape_env=ShapeEnv())
         self._inputs: list[StorageView] = []
-        self._examples: list[torch.Tensor] = []
+        self._example_inputs: list[torch.Tensor] = []
         self._base_tensors: dict[int, list[_BaseTensor]] = {}
         self._view_nodes: dict[StorageView, Node] = {}
         self._unusable_storage_reasons: dict[int, str] = {}
         """Why storages cannot be used: their contents differ from the prediction."""
-        self._allocated_bytes: dict[int, int] = {}
+        self._bytes_of_untyped_storages: dict[int, int] = {}
         """Bytes of storages whose dtype is not known yet."""
 
     # --- inputs
 
     def add_overlapping_inputs(self, group: _OverlappingInputs) -> None:
         if not group.is_written:
-            for meta in group.is_written_by_meta:
+            for meta in group.view_is_written:
                 self._view_nodes[StorageView(group.storage, meta)] = self._add_placeholder(
                     group.storage, meta
                 )
             return
-        if len({meta.dtype for meta in group.is_written_by_meta}) > 1:
+        if len({meta.dtype for meta in group.view_is_written}) > 1:
             raise OpRefusedError("memory that the graph writes to is read with another dtype")
         base = self._meta_covering_group(group)
         node = self._add_placeholder(group.storage, base)
@@ -214,12 +214,12 @@ class _GraphBuilder:
 
     def _meta_covering_group(self, group: _OverlappingInputs) -> TensorMeta:
         """A view that contains all others, preferably one that is written."""
-        first = min(meta.offset for meta in group.is_written_by_meta)
-        end = max(meta.end_offset for meta in group.is_written_by_meta)
-        for meta in sorted(group.is_written_by_meta, key=lambda each: not group.is_written_by_meta[each]):
+        first = min(meta.offset for meta in group.view_is_written)
+        end = max(meta.end_offset for meta in group.view_is_written)
+        for meta in sorted(group.view_is_written, key=lambda each: not group.view_is_written[each]):
             if meta.is_dense() and (meta.offset, meta.end_offset) == (first, end):
                 return meta
-        (dtype,) = {meta.dtype for meta in group.is_written_by_meta}
+        (dtype,) = {meta.dtype for meta in group.view_is_written}
         return TensorMeta(dtype, (end - first,), (1,), first)
 
     def _add_placeholder(self, storage: int, meta: TensorMeta) -> Node:
@@ -228,7 +228,7 @@ class _GraphBuilder:
             # Offset 0: the function gets the tensor as an argument, and does not see its offset.
             example = torch.empty_strided(meta.sizes, meta.strides, dtype=meta.dtype, device=self._device)
         node.meta["val"] = example
-        self._examples.append(example)
+        self._example_inputs.append(example)
         self._inputs.append(StorageView(storage, meta))
         return node
 
@@ -236,7 +236,7 @@ class _GraphBuilder:
 
     def add_step(self, step: Step) -> None:
         if step[0] == "allocate":
-            self._allocated_bytes[step[1]] = step[2]
+            self._bytes_of_untyped_storages[step[1]] = step[2]
         elif step[0] == "free":
             self._forget_storage(step[1])
             self._view_nodes = {
@@ -247,7 +247,7 @@ class _GraphBuilder:
 
     def _forget_storage(self, storage: int) -> None:
         """Forget a storage whose number may be reused."""
-        for mapping in (self._base_tensors, self._allocated_bytes, self._unusable_storage_reasons):
+        for mapping in (self._base_tensors, self._bytes_of_untyped_storages, self._unusable_storage_reasons):
             mapping.pop(storage, None)
 
     def _add_op(
@@ -256,7 +256,7 @@ class _GraphBuilder:
         namespace, _, short = name.partition("::")
         op = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
         self._check_not_random(op, name, arguments)
-        values = [self._argument_value(argument) for argument in arguments]
+        values = [self._to_fx_argument(argument) for argument in arguments]
         node = self._add_call_with_schema(op, values)
         self._check_no_integer_division(short, node)
         used_storages = {_storage_id(each.meta["val"]) for each in node.all_input_nodes}
@@ -329,20 +329,22 @@ class _GraphBuilder:
 
     # --- values
 
-    def _argument_value(self, argument: StepArgument) -> Any:  # Any: an argument of a torch.fx node
+    def _to_fx_argument(self, argument: StepArgument) -> Any:  # Any: an argument of a torch.fx node
         match argument:
             case ("tensor", storage, dtype, sizes, strides, offset, _):
-                return self._view_node(StorageView(storage, TensorMeta(dtype, sizes, strides, offset)))
+                return self._get_or_add_view_node(
+                    StorageView(storage, TensorMeta(dtype, sizes, strides, offset))
+                )
             case ("scalar", value, dtype, wrapped):
                 return _ScalarConstant(value, dtype, wrapped)
             case ("list", items):
-                return [self._argument_value(item) for item in items]
+                return [self._to_fx_argument(item) for item in items]
             case ("value", value):
                 _check_safe_strings(value)
                 return value
         raise OpRefusedError("an op uses its own generator")
 
-    def _view_node(self, view: StorageView) -> Node:
+    def _get_or_add_view_node(self, view: StorageView) -> Node:
         if view in self._view_nodes:
             return self._view_nodes[view]
         if view.storage in self._unusable_storage_reasons:
@@ -350,12 +352,12 @@ class _GraphBuilder:
         if view.meta.numel == 0:
             node = self._add_empty_tensor(view.meta)
         else:
-            node = self._add_view(self._find_base(view), view.meta)
+            node = self._add_view_of_base(self._get_base(view), view.meta)
         self._view_nodes[view] = node
         return node
 
-    def _find_base(self, view: StorageView) -> _BaseTensor:
-        if view.storage in self._allocated_bytes:
+    def _get_base(self, view: StorageView) -> _BaseTensor:
+        if view.storage in self._bytes_of_untyped_storages:
             self._base_tensors[view.storage] = [self._make_base_on_first_use(view)]
         start, end = view.meta.byte_range
         for base in self._base_tensors.get(view.storage, ()):
@@ -364,13 +366,13 @@ class _GraphBuilder:
         raise OpRefusedError("an op uses memory that does not exist")
 
     def _make_base_on_first_use(self, view: StorageView) -> _BaseTensor:
-        size = self._allocated_bytes.pop(view.storage)
+        size = self._bytes_of_untyped_storages.pop(view.storage)
         meta = view.meta
         if not meta.is_dense() or meta.byte_range != (0, size):
             meta = TensorMeta(meta.dtype, (size // meta.dtype.itemsize,), (1,))
         return _BaseTensor(view.storage, self._add_empty_tensor(meta), meta)
 
-    def _add_view(self, base: _BaseTensor, meta: TensorMeta) -> Node:
+    def _add_view_of_base(self, base: _BaseTensor, meta: TensorMeta) -> Node:
         if meta.has_same_layout(base.meta):
             return base.node
         node, found = base.node, base.meta
@@ -478,7 +480,7 @@ class _GraphBuilder:
             nodes.append(bases[0].node)
         self._graph.output(nodes)
         module = GraphModule(torch.nn.Module(), self._graph)
-        return TracedGraph(module, self._examples, self._inputs, results)
+        return TracedGraph(module, self._example_inputs, self._inputs, results)
 
 
 @dataclass(frozen=True)
@@ -493,7 +495,7 @@ class _ScalarConstant:
 def _check_safe_strings(value: object) -> None:
     """Inductor copies strings into generated source code: allow only letters, digits and _."""
     for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, str) and not _SAFE_STRING.fullmatch(each):
+        if isinstance(each, str) and not _SAFE_STRING_ARGUMENT.fullmatch(each):
             raise OpRefusedError("a string argument has characters other than letters, digits and _")
 
 

@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 480.0
 """Timeout; afterwards the graph is replayed step by step."""
-_KEEP_ALIVE_INTERVAL_S = 1.0
-COMPILED_STEPS_MAX = 20_000
+_CLIENT_KEEP_ALIVE_INTERVAL_S = 1.0
+COMPILED_GRAPH_STEPS_MAX = 20_000
 _COMPILE_MEMORY_ALLOWANCE_BYTES = 4 * 1024**3
-_REASON_CHARACTERS_MAX = 300
+_FAILURE_REASON_CHARACTERS_MAX = 300
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,23 @@ class InductorCompiler:
 
     def __init__(self, *, device: str, folder: Path) -> None:
         self._device = torch.device(device)
-        self._folder = folder
+        self._cache_folder = folder
         self._last_compilation: Future[CompiledGraph] | None = None
         self._retained_memory = _MemoryRetainedByCompiler()
 
     def compile(
         self,
         steps: Sequence[Step],
-        results: Sequence[int],
-        sizes: Mapping[int, int],
+        result_storages: Sequence[int],
+        existing_storage_bytes: Mapping[int, int],
         keep_alive: Callable[[], None],
     ) -> CompiledGraph:
         """`keep_alive` is called every second. OpRefusedError if the graph cannot be compiled."""
         if self._last_compilation is not None and not self._last_compilation.done():
             raise OpRefusedError("another graph is still being compiled")
-        if len(steps) > COMPILED_STEPS_MAX:
+        if len(steps) > COMPILED_GRAPH_STEPS_MAX:
             raise OpRefusedError(
-                f"the graph has {len(steps)} steps; the maximum for compilation is {COMPILED_STEPS_MAX}"
+                f"the graph has {len(steps)} steps; the maximum for compilation is {COMPILED_GRAPH_STEPS_MAX}"
             )
         _log.info("compiling a graph of %d steps with inductor", len(steps))
         started = time.monotonic()
@@ -85,7 +85,7 @@ class InductorCompiler:
                 torch.set_num_threads(threads)  # a setting per thread
                 if self._device.type != "cpu":
                     torch.get_device_module(self._device).set_device(self._device)
-                future.set_result(self._compile(steps, results, sizes, allowance))
+                future.set_result(self._compile(steps, result_storages, existing_storage_bytes, allowance))
             except BaseException as error:  # inductor may raise anything
                 future.set_exception(error)
 
@@ -96,7 +96,7 @@ class InductorCompiler:
             raise OpRefusedError(_format_failure_reason(error)) from error
         self._last_compilation = future
         while not future.done():
-            futures.wait([future], timeout=_KEEP_ALIVE_INTERVAL_S)
+            futures.wait([future], timeout=_CLIENT_KEEP_ALIVE_INTERVAL_S)
             if time.monotonic() - started > COMPILE_TIMEOUT_S and not future.done():
                 allowance.end()  # the session continues while the thread still compiles
                 raise OpRefusedError(f"compilation took longer than {COMPILE_TIMEOUT_S:g} s")
@@ -114,23 +114,23 @@ class InductorCompiler:
 
     def close(self) -> None:
         """Remove the directory; loaded code stays in memory."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._cache_folder, ignore_errors=True)
 
     def _compile(
         self,
         steps: Sequence[Step],
-        results: Sequence[int],
-        sizes: Mapping[int, int],
+        result_storages: Sequence[int],
+        existing_storage_bytes: Mapping[int, int],
         allowance: _CompilationMemoryAllowance,
     ) -> CompiledGraph:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.chmod(0o700)
-        config.set_compiler_cache_dir(self._folder.resolve())
+        self._cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._cache_folder.chmod(0o700)
+        config.set_compiler_cache_dir(self._cache_folder.resolve())
         with torch.no_grad(), allowance:
             # Imported late: it imports much of torch that is not needed otherwise.
             from genie.executor import fxgraph
 
-            traced = fxgraph.trace_steps(steps, results, sizes, self._device)
+            traced = fxgraph.trace_steps(steps, result_storages, existing_storage_bytes, self._device)
             function = _compile_fx(traced)
         return CompiledGraph(
             function=function,
@@ -156,7 +156,7 @@ class _CompilationMemoryAllowance:
     def __init__(self, retained: _MemoryRetainedByCompiler) -> None:
         self._retained_memory = retained
         self._lock = threading.Lock()
-        self._limit: _DataSegmentRlimit | None = None
+        self._rlimit: _DataSegmentRlimit | None = None
         self._bytes_before_compilation = 0
         self._has_ended = False
 
@@ -164,9 +164,9 @@ class _CompilationMemoryAllowance:
         with self._lock:
             if self._has_ended:
                 raise OpRefusedError("the compilation timed out")
-            self._limit = _DataSegmentRlimit.current(self._retained_memory.bytes)
+            self._rlimit = _DataSegmentRlimit.current(self._retained_memory.bytes)
             self._bytes_before_compilation = accelerator.data_segment_bytes()
-            self._limit.set_soft_limit_with_allowance(
+            self._rlimit.set_soft_limit_with_allowance(
                 self._retained_memory.bytes + _COMPILE_MEMORY_ALLOWANCE_BYTES
             )
 
@@ -176,12 +176,12 @@ class _CompilationMemoryAllowance:
     def end(self) -> None:
         """Idempotent and thread-safe."""
         with self._lock:
-            if self._limit is not None and not self._has_ended:
+            if self._rlimit is not None and not self._has_ended:
                 retained = self._retained_memory.bytes + max(
                     0, accelerator.data_segment_bytes() - self._bytes_before_compilation
                 )
                 self._retained_memory.bytes = min(retained, _COMPILE_MEMORY_ALLOWANCE_BYTES)
-                self._limit.set_soft_limit_with_allowance(self._retained_memory.bytes)
+                self._rlimit.set_soft_limit_with_allowance(self._retained_memory.bytes)
             self._has_ended = True
 
 
@@ -223,7 +223,7 @@ def _compile_fx(traced: fxgraph.TracedGraph) -> Callable[..., Sequence[torch.Ten
                # They would be written to a directory that all processes of the user share.
                "cpp_cache_precompile_headers": False}  # fmt: skip
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(traced.module, traced.examples, config_patches=patches)
+        compiled = compile_fx(traced.module, traced.example_inputs, config_patches=patches)
     assert callable(compiled)
     return compiled
 
@@ -231,4 +231,4 @@ def _compile_fx(traced: fxgraph.TracedGraph) -> Callable[..., Sequence[torch.Ten
 def _format_failure_reason(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     first = next(line for line in text.splitlines() if line.strip())
-    return f"{type(error).__name__}: {first}"[:_REASON_CHARACTERS_MAX]
+    return f"{type(error).__name__}: {first}"[:_FAILURE_REASON_CHARACTERS_MAX]

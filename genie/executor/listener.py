@@ -51,7 +51,7 @@ _FETCH_IDLE_TIMEOUT_S = 10.0
 _HANDSHAKE_TIMEOUT_S = 5.0
 _FIRST_BYTE_TIMEOUT_S = 2.0
 _SEND_REFUSAL_TIMEOUT_S = 1.0
-_BACKLOG = 128
+_LISTEN_BACKLOG = 128
 _DISCARD_CHUNK_BYTES = 4096
 
 
@@ -70,13 +70,13 @@ SendParcel: TypeAlias = "Callable[[int, Stream], bool]"
 """Sends the parcel of this number. True if it was acknowledged; another fetch may follow."""
 
 
-class ClientListener:
+class ExecutorListener:
     """Listens from the start; accepts connections after `start`."""
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
-        self._listener = _listen(config.listen_host, config.port)
-        self.port: int = self._listener.getsockname()[1]
+        self._listening_socket = _listen(config.listen_host, config.port)
+        self.port: int = self._listening_socket.getsockname()[1]
         self._opened_reply: device_protocol.Opened | None = None
         self._stream_type: type[Stream] | None = None
         self._send_parcel: SendParcel | None = None
@@ -135,7 +135,7 @@ class ClientListener:
         stream = client.stream
         try:
             device_protocol.send_reply(stream, reply, peer=client.peer, timeout_s=_HANDSHAKE_TIMEOUT_S)
-            if client.plaintext and stream.encrypted:
+            if client.plaintext and stream.is_encrypted:
                 stream = stream.downgrade_to_plaintext(_HANDSHAKE_TIMEOUT_S)
         except OSError as error:
             client.stream.close()
@@ -170,16 +170,16 @@ class ClientListener:
                 stream.shut_down()
             self._state_changed.notify_all()
         try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+            self._listening_socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         except OSError:
             pass  # not supported on some systems, where close() is enough
-        self._listener.close()
+        self._listening_socket.close()
         self.disconnect_client()
 
     def _accept_connections(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, address = self._listener.accept()
+                sock, address = self._listening_socket.accept()
             except OSError as error:
                 if self._closed.is_set():
                     return
@@ -204,24 +204,24 @@ class ClientListener:
             sock.close()
             return
         thread = threading.Thread(
-            target=self._handshake, args=(sock, socket_copy, peer), name=f"executor-{peer}", daemon=True
+            target=self._run_handshake, args=(sock, socket_copy, peer), name=f"executor-{peer}", daemon=True
         )
         try:
             thread.start()
         except RuntimeError as error:  # out of threads
             _log.warning("rejected the client %s: %s", peer, error)
             sock.close()
-            self._end_handshake(socket_copy, has_ended=True)
+            self._end_handshake(socket_copy, thread_ended=True)
 
-    def _handshake(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
+    def _run_handshake(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
         try:
             self._wait_first_byte(sock, peer)
-            self._authenticate(sock, socket_copy, peer)
+            self._authenticate_and_admit(sock, socket_copy, peer)
         except (GenieError, OSError) as error:
             _log.warning("rejected the client %s: %s", peer, error)
         finally:
             sock.close()  # has no effect after detach()
-            self._end_handshake(socket_copy, has_ended=True)
+            self._end_handshake(socket_copy, thread_ended=True)
 
     def _close_oldest_handshake(self) -> None:
         """Closes the oldest connection of the address with the most; its thread then ends."""
@@ -233,11 +233,11 @@ class ClientListener:
         except OSError:
             pass  # already disconnected
 
-    def _end_handshake(self, socket_copy: socket.socket, *, has_ended: bool = False) -> None:
+    def _end_handshake(self, socket_copy: socket.socket, *, thread_ended: bool = False) -> None:
         """The peer is authenticated, or its thread has ended."""
         with self._handshakes_lock:
             self._sockets_in_handshake.pop(socket_copy, None)
-            self._handshake_thread_count -= has_ended
+            self._handshake_thread_count -= thread_ended
         socket_copy.close()
 
     def _wait_first_byte(self, sock: socket.socket, peer: str) -> None:
@@ -245,7 +245,7 @@ class ClientListener:
         if not sock.recv(1, socket.MSG_PEEK):
             raise ProtocolError(f"{peer} disconnected before the handshake")
 
-    def _authenticate(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
+    def _authenticate_and_admit(self, sock: socket.socket, socket_copy: socket.socket, peer: str) -> None:
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
         loopback = is_loopback(sock.getpeername()[0]) and is_loopback(sock.getsockname()[0])
         stream = self._make_stream(sock, peer, _remaining_s(deadline))
@@ -253,20 +253,20 @@ class ClientListener:
             request = device_protocol.receive_request(stream, peer=peer, timeout_s=_remaining_s(deadline))
             machine = device_protocol.machine_identity()
             same_machine = loopback and machine != "" and request.machine == machine
-            plaintext = same_machine or not stream.encrypted
+            plaintext = same_machine or not stream.is_encrypted
             if isinstance(request, device_protocol.Fetch):
                 self._check_fetch_token(request)
                 self._end_handshake(socket_copy)
-                self._start_fetch(stream, request, peer, plaintext=plaintext)
+                self._start_fetch_thread(stream, request, peer, plaintext=plaintext)
             else:
                 self._check_ticket(request)
                 self._end_handshake(socket_copy)
                 self._admit_client(PendingClient(stream, request, peer, plaintext=plaintext))
         except GenieError as error:
-            self._send_refusal(stream, error, peer)
+            self._send_refusal_and_close(stream, error, peer)
             raise
 
-    def _start_fetch(
+    def _start_fetch_thread(
         self, stream: Stream, request: device_protocol.Fetch, peer: str, *, plaintext: bool
     ) -> None:
         with self._state_changed:
@@ -301,13 +301,13 @@ class ClientListener:
                 peer=peer,
                 timeout_s=_HANDSHAKE_TIMEOUT_S,
             )
-            if plaintext and stream.encrypted:
+            if plaintext and stream.is_encrypted:
                 stream = stream.downgrade_to_plaintext(_HANDSHAKE_TIMEOUT_S)
             with self._state_changed:
                 self._fetch_streams.add(stream)
                 if self._closed.is_set():
                     return
-            self._send_parcels(stream, request, peer, plaintext)
+            self._send_requested_parcels(stream, request, peer, plaintext)
         except TokenRefusedError as error:
             _log.warning("rejected the client %s: %s", peer, error)
         except (GenieError, OSError) as error:
@@ -318,7 +318,7 @@ class ClientListener:
             stream.close()
             self._fetch_slots.release()
 
-    def _send_parcels(
+    def _send_requested_parcels(
         self, stream: Stream, request: device_protocol.Fetch, peer: str, plaintext: bool
     ) -> None:
         assert self._send_parcel is not None
@@ -327,7 +327,7 @@ class ClientListener:
             try:
                 self._check_fetch_token(request)
             except TokenRefusedError as error:
-                self._send_refusal(stream, error, peer)
+                self._send_refusal_and_close(stream, error, peer)
                 raise
             device_protocol.send_reply(
                 stream,
@@ -391,7 +391,7 @@ class ClientListener:
             self._pending_client.stream.close()
             self._pending_client = None
 
-    def _send_refusal(self, stream: Stream, error: GenieError, peer: str) -> None:
+    def _send_refusal_and_close(self, stream: Stream, error: GenieError, peer: str) -> None:
         """Send the error, and close only after the peer has closed or on timeout, so that it arrives."""
         reply = device_protocol.Error(code=error.code, message=str(error)[:1000])
         deadline = time.monotonic() + _SEND_REFUSAL_TIMEOUT_S
@@ -411,7 +411,7 @@ def _remaining_s(deadline: float) -> float:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(f"port {port} on {host} is already in use", hint="use port 0") from error

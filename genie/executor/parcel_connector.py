@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from genie.native.genie_executor import Stream
 
 _CONNECT_TIMEOUT_S = 10.0
-_CONNECTIONS_MAX = 16
+_REUSABLE_CONNECTIONS_MAX = 16
 
 
 class ParcelConnector:
@@ -33,7 +33,7 @@ class ParcelConnector:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self._ca_path = config.ca_path
-        self._idle_streams: dict[tuple[str, int, str], Stream] = {}
+        self._reusable_streams: dict[tuple[str, int, str], Stream] = {}
         """By address, least recently used first."""
 
     def __call__(self, host: str, port: int, server_name: str, number: int, token: str) -> Stream:
@@ -42,19 +42,21 @@ class ParcelConnector:
         request = device_protocol.Fetch(
             number=number, token=token, machine=device_protocol.machine_identity()
         )
-        stream = self._try_reuse(self._idle_streams.pop(address, None), request)
+        stream = self._try_request_on_open_stream(self._reusable_streams.pop(address, None), request)
         if stream is None:
-            stream = self._connect(address, request)
-        while len(self._idle_streams) >= _CONNECTIONS_MAX:
-            self._idle_streams.pop(next(iter(self._idle_streams))).close()
-        self._idle_streams[address] = stream
+            stream = self._connect_and_request(address, request)
+        while len(self._reusable_streams) >= _REUSABLE_CONNECTIONS_MAX:
+            self._reusable_streams.pop(next(iter(self._reusable_streams))).close()
+        self._reusable_streams[address] = stream
         return stream
 
     def close(self) -> None:
-        while self._idle_streams:
-            self._idle_streams.popitem()[1].close()
+        while self._reusable_streams:
+            self._reusable_streams.popitem()[1].close()
 
-    def _try_reuse(self, stream: Stream | None, request: device_protocol.Fetch) -> Stream | None:
+    def _try_request_on_open_stream(
+        self, stream: Stream | None, request: device_protocol.Fetch
+    ) -> Stream | None:
         """None if the connection is lost: the other executor closes it when it is idle."""
         if stream is None:
             return None
@@ -70,7 +72,7 @@ class ParcelConnector:
             raise
         return stream
 
-    def _connect(self, address: tuple[str, int, str], request: device_protocol.Fetch) -> Stream:
+    def _connect_and_request(self, address: tuple[str, int, str], request: device_protocol.Fetch) -> Stream:
         host, port, server_name = address
         peer = f"the executor at {address_text(host, port)}"
         try:
@@ -79,7 +81,7 @@ class ParcelConnector:
                 host=host,
                 port=port,
                 server_name=server_name,
-                trusted=self._trusted_certificates(),
+                ca_certificates=self._read_trusted_certificates(),
                 peer=peer,
                 timeout_s=_CONNECT_TIMEOUT_S,
             )
@@ -94,7 +96,7 @@ class ParcelConnector:
             stream.close()
             raise
 
-    def _trusted_certificates(self) -> Sequence[bytes] | None:
+    def _read_trusted_certificates(self) -> Sequence[bytes] | None:
         if not self._ca_path:
             return None
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.errors import TransportError
-from genie.executor.listener import ClientListener, PendingClient
+from genie.executor.listener import ExecutorListener, PendingClient
 from genie.executor.parcel_connector import ParcelConnector
 from genie.native import genie_executor
 from genie.processes.executor_config import ExecutorConfig
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 ALLOWED_OPS = frozenset(Path(__file__).with_name("allowed_ops.txt").read_text("ascii").split())
 
 
-class CudaCapture:
+class CudaGraphCapture:
     """Captures CUDA graphs on the serving thread."""
 
     def __init__(self, device: str) -> None:
@@ -33,7 +33,7 @@ class CudaCapture:
         self._torch = torch
         self._device = torch.device(device)
         self._graph: Any = None  # Any: torch.cuda.CUDAGraph is untyped
-        self._reserved_bytes_before = 0
+        self._reserved_bytes_before_capture = 0
 
     def use_capture_stream(self) -> None:
         """Use a separate stream on this thread: the default stream cannot be captured."""
@@ -42,7 +42,7 @@ class CudaCapture:
 
     def begin(self) -> None:
         self._torch.cuda.synchronize(self._device)
-        self._reserved_bytes_before = self._torch.cuda.memory_reserved(self._device)
+        self._reserved_bytes_before_capture = self._torch.cuda.memory_reserved(self._device)
         self._graph = self._torch.cuda.CUDAGraph()
         self._graph.capture_begin(capture_error_mode="thread_local")
 
@@ -51,7 +51,7 @@ class CudaCapture:
         self._graph.capture_end()
         # A capture allocates from a new pool, so all of its memory is newly reserved.
         return self._graph, max(
-            0, self._torch.cuda.memory_reserved(self._device) - self._reserved_bytes_before
+            0, self._torch.cuda.memory_reserved(self._device) - self._reserved_bytes_before_capture
         )
 
     def abort(self) -> None:
@@ -79,12 +79,12 @@ class SessionOutcome(Enum):
 class ClientSession:
     """The tensors and generators of one client."""
 
-    def __init__(self, listener: ClientListener, config: ExecutorConfig) -> None:
-        self.is_freed = False
+    def __init__(self, listener: ExecutorListener, config: ExecutorConfig) -> None:
+        self.is_memory_freed = False
         self._listener = listener
-        self._resume_s = config.resume_s
+        self._resume_timeout_s = config.resume_s
         self._is_on_cpu = config.device == "cpu"
-        self._cuda_capture = CudaCapture(config.device) if config.device.startswith("cuda") else None
+        self._cuda_capture = CudaGraphCapture(config.device) if config.device.startswith("cuda") else None
         self._parcel_connector = ParcelConnector(config)
         # Imported late: it imports torch.
         from genie.executor.inductor import InductorCompiler
@@ -104,7 +104,7 @@ class ClientSession:
         listener.set_parcel_sender(self._send_parcel_until_acknowledged)
 
     def serve(self, client: PendingClient) -> SessionOutcome:
-        """Return when the session has ended; its memory is freed if `is_freed`.
+        """Return when the session has ended; its memory is freed if `is_memory_freed`.
 
         Otherwise the accelerator may have failed, and nothing was freed, because that may fail too. The
         process must exit without cleanup.
@@ -113,13 +113,13 @@ class ClientSession:
             self._cuda_capture.use_capture_stream()
         end = SessionOutcome.CLIENT_LOST
         try:
-            end = SessionOutcome(self._serve_until_closed(client))
+            end = SessionOutcome(self._serve_until_session_ends(client))
         finally:
             self._parcel_connector.close()
             self._compiler.close()
             if end is not SessionOutcome.FAILED or self._is_on_cpu:
                 self._native_session.close()
-                self.is_freed = True
+                self.is_memory_freed = True
         return end
 
     def stats(self) -> dict[str, int]:
@@ -129,17 +129,21 @@ class ClientSession:
     def _send_parcel_until_acknowledged(self, number: int, stream: genie_executor.Stream) -> bool:
         return self._native_session.send_parcel_until_acknowledged(number, stream)
 
-    def _serve_until_closed(self, client: PendingClient) -> str:
+    def _serve_until_session_ends(self, client: PendingClient) -> str:
         current: PendingClient | None = client
         while current is not None:
             outcome = self._serve_connection(current)
             if outcome != "lost":
                 _log.info("session of %s ended: %s", current.peer, outcome)
                 return outcome
-            _log.info("lost the connection to %s; waiting %g s for a reconnect", current.peer, self._resume_s)
+            _log.info(
+                "lost the connection to %s; waiting %g s for a reconnect",
+                current.peer,
+                self._resume_timeout_s,
+            )
             if self._native_session.frames_received == 0:
                 self._listener.allow_new_session()  # the client may not have received its session key
-            current = self._listener.wait_for_client(self._resume_s)
+            current = self._listener.wait_for_client(self._resume_timeout_s)
         _log.warning("the client did not reconnect; freeing its tensors")
         return "lost"
 

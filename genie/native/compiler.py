@@ -25,7 +25,7 @@ from typing import Protocol
 
 from genie.errors import NativeBuildError
 
-INSTALL_HINT = (
+COMPILER_INSTALL_HINT = (
     "install a C++ compiler (Debian, Ubuntu: apt install g++ python3-dev; Fedora: dnf install gcc-c++ "
     "python3-devel); without it the remote_accelerator device is not available, and scheduling is slower"
 )
@@ -45,7 +45,7 @@ class TargetPlatform(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def version(self) -> str: ...
+    def dependency_version(self) -> str: ...
     @property
     def soabi(self) -> str: ...
     def compile_flags(self) -> tuple[str, ...]: ...
@@ -98,45 +98,45 @@ def content_hash(*parts: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def compiler_output_path(object_path: Path) -> Path:
+def compiler_messages_path(object_path: Path) -> Path:
     """The compiler's output for a unit, cached with its object file so that later builds log it as well."""
     return object_path.with_suffix(".txt")
 
 
 @dataclass(frozen=True)
-class Build:
+class LibraryBuild:
     """Compiles and links libraries in a temporary folder; complete files are moved to the cache."""
 
-    compiler: Sequence[str]
+    compiler_command: Sequence[str]
     plans: Sequence[BuildPlan]
-    cache: Path
-    folder: Path
+    cache_folder: Path
+    temporary_folder: Path
 
     def run(self) -> None:
         for plan in self.plans:
-            self._log_path(plan).write_text("", "utf-8")
-        (self.cache / "objects").mkdir(exist_ok=True)
-        compiler_key = (self._run_compiler(["--version"], self.plans), *self.compiler)
+            self._build_log_path(plan).write_text("", "utf-8")
+        (self.cache_folder / "objects").mkdir(exist_ok=True)
+        compiler_key = (self._run_compiler(["--version"], self.plans), *self.compiler_command)
         objects = {
-            unit: self.cache / "objects" / f"{content_hash(*compiler_key, unit.cache_key)}.o"
+            unit: self.cache_folder / "objects" / f"{content_hash(*compiler_key, unit.cache_key)}.o"
             for plan in self.plans
             for unit in plan.units
         }
         missing = {unit: path for unit, path in objects.items() if not _is_complete_object(path)}
         for unit in objects.keys() - missing.keys():
-            printed = compiler_output_path(objects[unit]).read_text("utf-8", errors="replace")
-            self._append_log(f"{unit}: cached", printed, self._plans_containing(unit))
+            printed = compiler_messages_path(objects[unit]).read_text("utf-8", errors="replace")
+            self._append_to_build_logs(f"{unit}: cached", printed, self._plans_containing(unit))
         with ThreadPoolExecutor(_usable_processor_count(), thread_name_prefix="genie-compile") as pool:
-            self._compile_all(missing, pool)
+            self._compile_units(missing, pool)
             for path in objects.values():
                 update_last_used_time(path)
-            list(pool.map(lambda plan: self._link(plan, objects), self.plans))
+            list(pool.map(lambda plan: self._link_library(plan, objects), self.plans))
 
-    def _compile_all(self, missing: Mapping[TranslationUnit, Path], pool: ThreadPoolExecutor) -> None:
+    def _compile_units(self, missing: Mapping[TranslationUnit, Path], pool: ThreadPoolExecutor) -> None:
         """Run one compiler per processor, largest units first. After an error no more are started."""
-        progress = _Progress(sum(len(unit.sources) for unit in missing))
+        progress = _CompileProgress(sum(len(unit.sources) for unit in missing))
         largest_first = sorted(missing, key=TranslationUnit.source_bytes, reverse=True)
-        running = [pool.submit(self._compile, unit, missing[unit], progress) for unit in largest_first]
+        running = [pool.submit(self._compile_unit, unit, missing[unit], progress) for unit in largest_first]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
@@ -146,8 +146,8 @@ class Build:
         for one in started:
             one.result()
 
-    def _compile(self, unit: TranslationUnit, into: Path, progress: _Progress) -> None:
-        output = self.folder / into.name
+    def _compile_unit(self, unit: TranslationUnit, into: Path, progress: _CompileProgress) -> None:
+        output = self.temporary_folder / into.name
         printed = self._run_compiler(
             [*unit.compiler_arguments(), "-o", str(output)], self._plans_containing(unit)
         )
@@ -155,19 +155,19 @@ class Build:
             raise NativeBuildError(
                 f"{unit} or one of its headers changed during compilation", hint="try again"
             )
-        compiler_output_path(into).write_text(printed, "utf-8")
+        compiler_messages_path(into).write_text(printed, "utf-8")
         output.replace(into)
-        progress.add_compiled(len(unit.sources))
+        progress.add_compiled_files(len(unit.sources))
 
-    def _link(self, plan: BuildPlan, objects: Mapping[TranslationUnit, Path]) -> None:
-        linked = self.folder / plan.library_path.name
+    def _link_library(self, plan: BuildPlan, objects: Mapping[TranslationUnit, Path]) -> None:
+        linked = self.temporary_folder / plan.library_path.name
         inputs = [str(objects[unit]) for unit in plan.units]
         self._run_compiler([*inputs, *plan.target.link_flags(), "-o", str(linked)], [plan])
         linked.replace(plan.library_path)
 
     def _run_compiler(self, arguments: Sequence[str], plans: Sequence[BuildPlan]) -> str:
         """Run the compiler and return its output, which is also logged. NativeBuildError if it fails."""
-        command = [*self.compiler, *arguments]
+        command = [*self.compiler_command, *arguments]
         try:
             done = subprocess.run(
                 command,
@@ -187,31 +187,31 @@ class Build:
             ) from error
         except OSError as error:
             raise NativeBuildError(
-                f"compiling {plans[0].display_name} failed: {error}", hint=INSTALL_HINT
+                f"compiling {plans[0].display_name} failed: {error}", hint=COMPILER_INSTALL_HINT
             ) from error
-        self._append_log(shlex.join(command), done.stdout, plans)
+        self._append_to_build_logs(shlex.join(command), done.stdout, plans)
         if done.returncode != 0:
             raise NativeBuildError(
                 f"compiling {plans[0].display_name} for {plans[0].target.name} failed:\n"
                 f"{_first_error_lines(done.stdout) or f'{command[0]} exited with {done.returncode}'}\n"
-                f"full log: {self._log_path(plans[0])}",
-                hint=_compile_hint(done.stdout),
+                f"full log: {self._build_log_path(plans[0])}",
+                hint=_hint_for_compiler_output(done.stdout),
             )
         return done.stdout
 
     def _plans_containing(self, unit: TranslationUnit) -> list[BuildPlan]:
         return [plan for plan in self.plans if unit in plan.units]
 
-    def _log_path(self, plan: BuildPlan) -> Path:
-        return self.cache / f"{plan.name}.log"
+    def _build_log_path(self, plan: BuildPlan) -> Path:
+        return self.cache_folder / f"{plan.name}.log"
 
-    def _append_log(self, what: str, printed: str, plans: Iterable[BuildPlan]) -> None:
+    def _append_to_build_logs(self, what: str, printed: str, plans: Iterable[BuildPlan]) -> None:
         for plan in plans:
-            with self._log_path(plan).open("a", encoding="utf-8") as log:
+            with self._build_log_path(plan).open("a", encoding="utf-8") as log:
                 log.write(f"{what}\n{printed}\n")
 
 
-class _Progress:
+class _CompileProgress:
     """One line on a terminal, redrawn in place; without a terminal a few lines in the log."""
 
     def __init__(self, files: int) -> None:
@@ -219,28 +219,28 @@ class _Progress:
         self._compiled_count = 0
         self._lock = threading.Lock()
         self._files_per_log_line = max(5, -(-files // _PROGRESS_LINES_MAX))
-        self._is_terminal = files > 0 and sys.stderr is not None and sys.stderr.isatty()
-        self._draw()
+        self._draws_on_terminal = files > 0 and sys.stderr is not None and sys.stderr.isatty()
+        self._draw_line()
 
-    def add_compiled(self, files: int) -> None:
+    def add_compiled_files(self, count: int) -> None:
         with self._lock:
             steps_before = self._compiled_count // self._files_per_log_line
-            self._compiled_count += files
-            self._draw()
+            self._compiled_count += count
+            self._draw_line()
             if (
-                not self._is_terminal
+                not self._draws_on_terminal
                 and self._compiled_count // self._files_per_log_line > steps_before
                 and self._compiled_count < self._file_count
             ):
                 _log.info("compiled %d of %d files", self._compiled_count, self._file_count)
 
     def clear_line(self) -> None:
-        if self._is_terminal:
+        if self._draws_on_terminal:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
-    def _draw(self) -> None:
-        if self._is_terminal:
+    def _draw_line(self) -> None:
+        if self._draws_on_terminal:
             sys.stderr.write(f"\r\033[K  compiling: {self._compiled_count} of {self._file_count} files")
             sys.stderr.flush()
 
@@ -250,7 +250,7 @@ def _is_complete_object(object_path: Path) -> bool:
     return (
         object_path.is_file()
         and object_path.stat().st_size > 0
-        and compiler_output_path(object_path).is_file()
+        and compiler_messages_path(object_path).is_file()
     )
 
 
@@ -265,7 +265,7 @@ def _translation_unit_key(sources: Sequence[Path], flags: Sequence[str], target:
     contents = [
         f"{path.name}\0{text}" for source in sources for path, text in _read_with_includes(source).items()
     ]
-    return content_hash(target.version, target.soabi, *flags, *contents)
+    return content_hash(target.dependency_version, target.soabi, *flags, *contents)
 
 
 def _read_with_includes(source: Path) -> dict[Path, str]:
@@ -287,7 +287,7 @@ def _first_error_lines(text: str) -> str:
     return "\n".join((errors or lines)[:_ERROR_LINES_IN_MESSAGE])
 
 
-def _compile_hint(text: str) -> str:
+def _hint_for_compiler_output(text: str) -> str:
     if "Python.h" in text:
         return "install Python's headers (Debian, Ubuntu: python3-dev; Fedora: python3-devel)"
     return "Genie needs a C++20 compiler (GCC 11, Clang 14 or newer) and torch 2.11 to 2.13"

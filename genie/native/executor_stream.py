@@ -29,18 +29,18 @@ class Stream(Protocol):
     def downgrade_to_plaintext(self, timeout_s: float | None) -> Self: ...
 
     @property
-    def encrypted(self) -> bool: ...
+    def is_encrypted(self) -> bool: ...
 
 
-_S = TypeVar("_S", bound=Stream)
-_S_co = TypeVar("_S_co", bound=Stream, covariant=True)
+_StreamT = TypeVar("_StreamT", bound=Stream)
+_StreamT_co = TypeVar("_StreamT_co", bound=Stream, covariant=True)
 
 
-class StreamLibrary(Protocol[_S_co]):
+class StreamLibrary(Protocol[_StreamT_co]):
     """genie_device or genie_executor."""
 
     @property
-    def Stream(self) -> type[_S_co]: ...  # noqa: N802 - names of classes
+    def Stream(self) -> type[_StreamT_co]: ...  # noqa: N802 - names of classes
 
     @property
     def TlsRefused(self) -> type[ConnectionError]: ...  # noqa: N802
@@ -50,18 +50,18 @@ class StreamLibrary(Protocol[_S_co]):
 
 
 def connect(
-    library: StreamLibrary[_S],
+    library: StreamLibrary[_StreamT],
     *,
     host: str,
     port: int,
     server_name: str,
-    trusted: Sequence[bytes] | None,
+    ca_certificates: Sequence[bytes] | None,
     peer: str,
     timeout_s: float,
-) -> _S:
-    """Connect, and complete the TLS handshake. `trusted` holds CA certificates (DER); None: no TLS, which is
-    allowed on loopback only."""
-    if trusted is None and not is_loopback(host):
+) -> _StreamT:
+    """Connect, and complete the TLS handshake. `ca_certificates` are trusted (DER); None: no TLS, which
+    is allowed on loopback only."""
+    if ca_certificates is None and not is_loopback(host):
         raise TlsError(f"{peer} is on another machine, and TLS is not configured")
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)
@@ -69,10 +69,10 @@ def connect(
         raise NothingListensError(f"cannot reach {peer}: {error}") from error
     except (OSError, UnicodeError) as error:
         raise UnreachableError(f"cannot reach {peer}: {error}") from error
-    if trusted is None:
+    if ca_certificates is None:
         return library.Stream.plaintext(sock.detach())
     try:
-        return library.Stream.tls_client(sock.detach(), list(trusted), server_name, timeout_s)
+        return library.Stream.tls_client(sock.detach(), list(ca_certificates), server_name, timeout_s)
     except library.TlsRefused as error:
         raise TlsError(f"TLS verification of {peer} failed: {error}") from error
     except library.ConnectionLost as error:
@@ -81,11 +81,11 @@ def connect(
         ) from error
 
 
-def downgrade_if_plaintext(stream: _S, *, plaintext: bool, peer: str, timeout_s: float) -> _S:
+def downgrade_if_plaintext(stream: _StreamT, *, plaintext: bool, peer: str, timeout_s: float) -> _StreamT:
     """The stream to use after the handshake: without TLS if the executor's reply sets `plaintext`."""
-    if not plaintext and not stream.encrypted:
+    if not plaintext and not stream.is_encrypted:
         raise ProtocolError(f"{peer} requires an encrypted connection, and this one has no TLS")
-    if not plaintext or not stream.encrypted:
+    if not plaintext or not stream.is_encrypted:
         return stream
     try:
         return stream.downgrade_to_plaintext(timeout_s)

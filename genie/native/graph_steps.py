@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-Sizes: TypeAlias = tuple[int, ...]
-"""Sizes or strides, in elements."""
+SizesOrStrides: TypeAlias = tuple[int, ...]
+"""SizesOrStrides or strides, in elements."""
 
-TensorArgument: TypeAlias = "tuple[Literal['tensor'], int, torch.dtype, Sizes, Sizes, int, bool]"
+TensorArgument: TypeAlias = (
+    "tuple[Literal['tensor'], int, torch.dtype, SizesOrStrides, SizesOrStrides, int, bool]"
+)
 """Storage, dtype, sizes, strides, offset, and whether the op writes to it."""
 ScalarArgument: TypeAlias = "tuple[Literal['scalar'], complex, torch.dtype, bool]"
 """A CPU tensor without dimensions: value, dtype, and whether it wraps a Python number."""
@@ -24,11 +26,11 @@ ListArgument: TypeAlias = "tuple[Literal['list'], list[StepArgument]]"
 GeneratorArgument: TypeAlias = tuple[Literal["generator"]]
 StepArgument: TypeAlias = "TensorArgument | ScalarArgument | ValueArgument | ListArgument | GeneratorArgument"
 
-NewOutput: TypeAlias = "tuple[Literal['new'], int, torch.dtype, Sizes, Sizes]"
+NewStorageOutput: TypeAlias = "tuple[Literal['new'], int, torch.dtype, SizesOrStrides, SizesOrStrides]"
 """Storage, dtype, sizes and strides."""
 ListOutput: TypeAlias = "tuple[Literal['list'], list[StepOutput]]"
 NoOutput: TypeAlias = tuple[Literal["nothing"]]
-StepOutput: TypeAlias = "NewOutput | ListOutput | NoOutput"
+StepOutput: TypeAlias = "NewStorageOutput | ListOutput | NoOutput"
 
 OpStep: TypeAlias = "tuple[Literal['op'], str, str, list[StepArgument], list[StepOutput]]"
 """Name, overload, arguments and outputs. Checked against the allowed ops and the schemas."""
@@ -37,7 +39,7 @@ AllocateStep: TypeAlias = tuple[Literal["allocate"], int, int]
 FreeStep: TypeAlias = tuple[Literal["free"], int]
 Step: TypeAlias = "OpStep | AllocateStep | FreeStep"
 
-ViewFields: TypeAlias = "tuple[int, torch.dtype, Sizes, Sizes, int]"
+ViewFields: TypeAlias = "tuple[int, torch.dtype, SizesOrStrides, SizesOrStrides, int]"
 """Storage, dtype, sizes, strides and offset."""
 
 
@@ -57,12 +59,12 @@ class GraphCompiler(Protocol):
     def compile(
         self,
         steps: Sequence[Step],
-        results: Sequence[int],
-        sizes: Mapping[int, int],
+        result_storages: Sequence[int],
+        existing_storage_bytes: Mapping[int, int],
         keep_alive: Callable[[], None],
         /,
     ) -> CompiledFunction:
-        """Compile the steps. `results` are storages, `sizes` the bytes of those that exist before.
+        """Compile the steps. `existing_storage_bytes`: the bytes of the storages that exist before.
 
         An error means that the graph is replayed step by step."""
         ...

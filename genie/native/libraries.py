@@ -30,21 +30,21 @@ from typing import Literal, TypeAlias, get_args
 from genie import config
 from genie.errors import NativeBuildError
 from genie.native.compiler import (
-    INSTALL_HINT,
-    Build,
+    COMPILER_INSTALL_HINT,
     BuildPlan,
+    LibraryBuild,
     TranslationUnit,
-    compiler_output_path,
+    compiler_messages_path,
     content_hash,
     update_last_used_time,
 )
 from genie.processes.files import FileLock, read_lock_holder_pid
 
-Library: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
-LIBRARIES: tuple[Library, ...] = get_args(Library)
-TORCH_LIBRARIES: tuple[Library, ...] = ("genie_device", "genie_executor")
+LibraryName: TypeAlias = Literal["genie_device", "genie_executor", "genie_scheduler", "genie_tree"]
+LIBRARIES: tuple[LibraryName, ...] = get_args(LibraryName)
+TORCH_LIBRARIES: tuple[LibraryName, ...] = ("genie_device", "genie_executor")
 """Libraries that are linked to torch."""
-STANDALONE_LIBRARIES: tuple[Library, ...] = ("genie_tree",)
+STANDALONE_LIBRARIES: tuple[LibraryName, ...] = ("genie_tree",)
 """Libraries with a C interface, without Python: build() returns the file, ctypes opens it."""
 
 NO_COMPILER_EXIT_CODE = 69
@@ -66,20 +66,20 @@ _NANOBIND_COMPILE_FLAGS = (
 )
 _TORCH_LINK_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 # Another process that holds the lock longer counts as hung.
-_LOCK_TIMEOUT_S = 2400.0
-_LOCK_POLL_INTERVAL_S = 0.1
+_BUILD_LOCK_TIMEOUT_S = 2400.0
+_BUILD_LOCK_POLL_INTERVAL_S = 0.1
 # Cached for other versions of torch and Python, and for switching between branches.
-_LIBRARIES_KEPT = 4
-_OBJECTS_KEPT = 100
+_CACHED_BUILDS_PER_LIBRARY_MAX = 4
+_CACHED_OBJECTS_MAX = 100
 # Files of a torch library per unit. With more, an edit takes longer, and the first build hardly less.
 _FILES_PER_TRANSLATION_UNIT = 8
 
 _log = logging.getLogger(__name__)
 _load_lock = threading.Lock()
-_loaded_libraries: dict[Library, ModuleType] = {}
+_loaded_libraries: dict[LibraryName, ModuleType] = {}
 
 
-def load(name: Library) -> ModuleType:
+def load(name: LibraryName) -> ModuleType:
     """Return the library as a module, one per process; compiles it if it is not in the cache.
 
     Code imports genie.native.genie_device, genie_executor and genie_scheduler instead, which are typed.
@@ -142,7 +142,7 @@ class TorchTarget:
         return f"torch {self.torch_version}"
 
     @property
-    def version(self) -> str:
+    def dependency_version(self) -> str:
         """Version of the dependency that is compiled in."""
         return self.torch_version
 
@@ -193,7 +193,7 @@ class NanobindTarget:
         return f"Python {platform.python_version()}"
 
     @property
-    def version(self) -> str:
+    def dependency_version(self) -> str:
         return self.nanobind_version
 
     def compile_flags(self) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class StandaloneTarget:
     """The machine type that a library without Python is compiled for."""
 
     soabi: str = f"{sys.platform}-{platform.machine()}"
-    version: str = ""
+    dependency_version: str = ""
 
     @property
     def name(self) -> str:
@@ -235,8 +235,8 @@ class StandaloneTarget:
 class BuildCache:
     """The source folder, and the cache of compiled libraries."""
 
-    sources: Path
-    cache: Path
+    source_folder: Path
+    cache_folder: Path
 
     @classmethod
     def of_this_installation(cls) -> BuildCache:
@@ -247,54 +247,54 @@ class BuildCache:
             return cls(root / "native", root / "build" / "native")
         return cls(package / "_native", config.cache_home() / "genie" / "native")
 
-    def build(self, name: Library) -> Path:
+    def build(self, name: LibraryName) -> Path:
         """Return the library's file, compiling it if needed. One process compiles; others wait for it."""
         return self.build_all([name])[0]
 
-    def build_all(self, names: Sequence[Library]) -> list[Path]:
+    def build_all(self, names: Sequence[LibraryName]) -> list[Path]:
         """Return the files of several libraries, compiled together. After an error none is replaced."""
-        plans = [self._plan(name) for name in names]
+        plans = [self._make_plan(name) for name in names]
         for plan in plans:
             if plan.library_path.is_file():
                 update_last_used_time(plan.library_path)
         try:
             if _unbuilt_plans(plans):
                 with self._hold_cache_lock(plans):
-                    self._compile(_unbuilt_plans(plans))
+                    self._build_libraries(_unbuilt_plans(plans))
         except OSError as error:
             raise NativeBuildError(
-                f"compiling in {self.cache} failed: {error}", hint="check free space and permissions"
+                f"compiling in {self.cache_folder} failed: {error}", hint="check free space and permissions"
             ) from error
         return [plan.library_path for plan in plans]
 
-    def is_built(self, name: Library) -> bool:
-        return self._plan(name).library_path.is_file()
+    def is_built(self, name: LibraryName) -> bool:
+        return self._make_plan(name).library_path.is_file()
 
     def check_torch_libraries_available(self) -> None:
         """NativeBuildError if a torch library is neither built nor can be. Compiles nothing."""
-        for plan in map(self._plan, TORCH_LIBRARIES):
+        for plan in map(self._make_plan, TORCH_LIBRARIES):
             if not plan.library_path.is_file():
-                _compiler_for(plan)
+                _require_compiler(plan)
 
-    def _plan(self, name: Library) -> BuildPlan:
+    def _make_plan(self, name: LibraryName) -> BuildPlan:
         """The build plan. Its key does not include the compiler: a built library needs none."""
         if name in STANDALONE_LIBRARIES:
             target = StandaloneTarget()
-            own = _find_sources(self.sources / "grid", name)
+            own = _find_sources(self.source_folder / "grid", name)
             units = [TranslationUnit((path,), target.compile_flags(), target) for path in own]
         else:
             units = self._torch_units(name) if name in TORCH_LIBRARIES else self._nanobind_units(name)
-        return self._make_plan(name, units)
+        return self._make_plan_of_units(name, units)
 
-    def _make_plan(self, name: Library, units: list[TranslationUnit]) -> BuildPlan:
+    def _make_plan_of_units(self, name: LibraryName, units: list[TranslationUnit]) -> BuildPlan:
         target = units[0].target
         part = name.removeprefix("genie_")
         title = f"the torch {part}" if name in TORCH_LIBRARIES else f"the {part}'s library"
         key = content_hash(*target.link_flags(), *(unit.cache_key for unit in units))
-        return BuildPlan(name, title, target, units, library_path=self.cache / f"{name}-{key}.so")
+        return BuildPlan(name, title, target, units, library_path=self.cache_folder / f"{name}-{key}.so")
 
-    def _torch_units(self, name: Library) -> list[TranslationUnit]:
-        folder, target = self.sources / "torch", TorchTarget.from_installation()
+    def _torch_units(self, name: LibraryName) -> list[TranslationUnit]:
+        folder, target = self.source_folder / "torch", TorchTarget.from_installation()
         flags = target.compile_flags()
         own_flags = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
         shared = [
@@ -304,30 +304,33 @@ class BuildCache:
         own = _find_sources(folder / name.removeprefix("genie_"), name)
         return shared + [TranslationUnit(files, own_flags, target) for files in _group_files_into_units(own)]
 
-    def _nanobind_units(self, name: Library) -> list[TranslationUnit]:
+    def _nanobind_units(self, name: LibraryName) -> list[TranslationUnit]:
         target = NanobindTarget.from_installation()
         flags = target.compile_flags()
-        own = _find_sources(self.sources / name.removeprefix("genie_"), name)
+        own = _find_sources(self.source_folder / name.removeprefix("genie_"), name)
         return [target.nanobind_unit(), *(TranslationUnit((path,), flags, target) for path in own)]
 
     @contextlib.contextmanager
     def _hold_cache_lock(self, plans: Sequence[BuildPlan]) -> Iterator[None]:
         """Hold the cache's lock; continue without it once another process has built the libraries."""
-        self.cache.mkdir(parents=True, exist_ok=True)
-        path = self.cache / "lock"
+        self.cache_folder.mkdir(parents=True, exist_ok=True)
+        path = self.cache_folder / "lock"
         lock = FileLock.try_acquire(path)
         if lock is None:
             _log.info(
-                "waiting for process %s, which is compiling in %s", read_lock_holder_pid(path), self.cache
+                "waiting for process %s, which is compiling in %s",
+                read_lock_holder_pid(path),
+                self.cache_folder,
             )
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        deadline = time.monotonic() + _BUILD_LOCK_TIMEOUT_S
         while lock is None and _unbuilt_plans(plans):
             if time.monotonic() > deadline:
                 raise NativeBuildError(
-                    f"another process has been compiling in {self.cache} for {_LOCK_TIMEOUT_S:g} s",
+                    f"another process has been compiling in {self.cache_folder} for "
+                    f"{_BUILD_LOCK_TIMEOUT_S:g} s",
                     hint=f"end process {read_lock_holder_pid(path)} and try again",
                 )
-            time.sleep(_LOCK_POLL_INTERVAL_S)
+            time.sleep(_BUILD_LOCK_POLL_INTERVAL_S)
             lock = FileLock.try_acquire(path)
         try:
             yield
@@ -335,29 +338,31 @@ class BuildCache:
             if lock is not None:
                 lock.release()
 
-    def _compile(self, plans: Sequence[BuildPlan]) -> None:
+    def _build_libraries(self, plans: Sequence[BuildPlan]) -> None:
         if not plans:
             return
-        compiler = _compiler_for(plans[0])
+        compiler = _require_compiler(plans[0])
         for plan in plans:
             _log.info("compiling %s for %s (once, about a minute)", plan.display_name, plan.target.name)
-        for stale in self.cache.glob("making-*"):  # of a killed process: this one holds the lock
+        for stale in self.cache_folder.glob("making-*"):  # of a killed process: this one holds the lock
             shutil.rmtree(stale, ignore_errors=True)
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="making-", dir=self.cache) as folder:
-            Build(compiler, plans, self.cache, Path(folder)).run()
+        with tempfile.TemporaryDirectory(prefix="making-", dir=self.cache_folder) as folder:
+            LibraryBuild(compiler, plans, self.cache_folder, Path(folder)).run()
         names = ", ".join(plan.display_name for plan in plans)
         _log.info("compiled %s in %.0f s", names, time.monotonic() - started)
         for plan in plans:
-            _delete_all_but_newest(self.cache.glob(f"{plan.name}-*.so"), _LIBRARIES_KEPT)
-        _delete_all_but_newest(self.cache.glob("objects/*.o"), _OBJECTS_KEPT)
+            _delete_all_but_newest(
+                self.cache_folder.glob(f"{plan.name}-*.so"), _CACHED_BUILDS_PER_LIBRARY_MAX
+            )
+        _delete_all_but_newest(self.cache_folder.glob("objects/*.o"), _CACHED_OBJECTS_MAX)
 
 
 def _unbuilt_plans(plans: Iterable[BuildPlan]) -> list[BuildPlan]:
     return [plan for plan in plans if not plan.library_path.is_file()]
 
 
-def _find_sources(folder: Path, name: Library) -> list[Path]:
+def _find_sources(folder: Path, name: LibraryName) -> list[Path]:
     found = sorted(folder.glob("*.cpp"))
     if not found:
         raise NativeBuildError(f"no sources of {name} in {folder}", hint="reinstall Genie")
@@ -371,18 +376,18 @@ def _group_files_into_units(files: Sequence[Path]) -> list[tuple[Path, ...]]:
     return [tuple(files[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _compiler_for(plan: BuildPlan) -> list[str]:
+def _require_compiler(plan: BuildPlan) -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(
             f"{plan.display_name} must be compiled once for {plan.target.name}, and "
             f"{missing_compiler_reason()}",
-            hint=INSTALL_HINT,
+            hint=COMPILER_INSTALL_HINT,
         )
     return compiler
 
 
-def _load_module(name: Library, path: Path) -> ModuleType:
+def _load_module(name: LibraryName, path: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -399,4 +404,4 @@ def _load_module(name: Library, path: Path) -> ModuleType:
 def _delete_all_but_newest(paths: Iterable[Path], count: int) -> None:
     for old in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[count:]:
         old.unlink(missing_ok=True)  # processes that have loaded it keep it
-        compiler_output_path(old).unlink(missing_ok=True)
+        compiler_messages_path(old).unlink(missing_ok=True)

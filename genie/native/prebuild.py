@@ -14,16 +14,16 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from genie.native.libraries import Library
+from genie.native.libraries import LibraryName
 from genie.processes import process_table
 
 _log = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 19
-_REASON_CHARACTERS_MAX = 500
+_LOWEST_PROCESS_PRIORITY = 19
+_FAILURE_REASON_CHARACTERS_MAX = 500
 
 
-def prebuild_command(library: Library) -> tuple[str, ...]:
+def prebuild_command(library: LibraryName) -> tuple[str, ...]:
     return (sys.executable, "-m", "genie.native", library)
 
 
@@ -46,7 +46,7 @@ async def try_build_in_background(command: Sequence[str], *, what: str, conseque
     process_table.children_in_own_sessions.add(process.pid)
     try:
         with contextlib.suppress(OSError):  # the process may have exited
-            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PROCESS_PRIORITY)
         _, stderr = await process.communicate()
     finally:
         if process.returncode is None:
@@ -55,7 +55,7 @@ async def try_build_in_background(command: Sequence[str], *, what: str, conseque
             await asyncio.shield(process.wait())
         process_table.children_in_own_sessions.discard(process.pid)
     if process.returncode != 0:
-        reason = " ".join(stderr.decode("utf-8", "replace").split())[-_REASON_CHARACTERS_MAX:]
+        reason = " ".join(stderr.decode("utf-8", "replace").split())[-_FAILURE_REASON_CHARACTERS_MAX:]
         _log.warning("could not compile %s: %s; %s", what, reason or "no reason was given", consequence)
         return False
     _log.info("%s is compiled", what)

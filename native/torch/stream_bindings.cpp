@@ -149,7 +149,7 @@ void bind_stream(py::module_& module) {
       .def("downgrade_to_plaintext", &downgrade_to_plaintext, py::arg("timeout_s"))
       .def("shut_down", &shut_down)
       .def("close", &close)
-      .def_property_readonly("encrypted",
+      .def_property_readonly("is_encrypted",
                              [](const StreamObject& self) { return self.get_open_stream()->is_encrypted(); });
 }
 

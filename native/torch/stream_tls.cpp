@@ -15,7 +15,7 @@ namespace {
 using namespace openssl;
 
 // Bytes per lock of OpenSSL, so that reader and writer alternate.
-constexpr size_t BYTES_PER_LOCK_MAX = 256u << 10;
+constexpr size_t BYTES_PER_SSL_CALL_MAX = 256u << 10;
 // AES-GCM is safe for about 2^24 records per key; this is far below, at no measurable cost.
 constexpr uint64_t TLS_RECORDS_PER_KEY = 1u << 12;
 
@@ -200,14 +200,14 @@ class TlsStream final : public Stream {
     for (;;) {
       ReadAttempt attempt = try_read_once(static_cast<char*>(into), size);
       if (attempt.bytes > 0) return attempt.bytes;
-      if (!socket().wait_ready(attempt.wait_for, deadline)) return 0;
+      if (!socket().wait_ready(attempt.poll_event, deadline)) return 0;
     }
   }
 
   size_t write_some(const void* from, size_t size) override {
     std::lock_guard lock(ssl_mutex_);
     throw_if_lost(write_failure_);
-    size = std::min(size, BYTES_PER_LOCK_MAX);
+    size = std::min(size, BYTES_PER_SSL_CALL_MAX);
     size_t done = 0;
     while (done < size) {
       if (!is_write_retry_) update_tls_key_if_due();
@@ -239,9 +239,9 @@ class TlsStream final : public Stream {
   std::unique_ptr<Stream> downgrade_to_plaintext(int64_t timeout_us) override {
     Deadline deadline(timeout_us);
     for (;;) {
-      short wait_for = try_tls_shutdown_once();
-      if (wait_for == 0) break;
-      if (!socket().wait_ready(wait_for, deadline))
+      short poll_event = try_tls_shutdown_once();
+      if (poll_event == 0) break;
+      if (!socket().wait_ready(poll_event, deadline))
         throw ConnectionLost("timeout: the peer did not shut down TLS");
     }
     return plaintext_stream(transport_.socket);
@@ -251,7 +251,7 @@ class TlsStream final : public Stream {
   // The result of one call: bytes, or the poll event to wait for.
   struct ReadAttempt {
     size_t bytes;
-    short wait_for;
+    short poll_event;
   };
 
   Socket& socket() { return *transport_.socket; }
@@ -263,14 +263,14 @@ class TlsStream final : public Stream {
       int result = openssl_.SSL_do_handshake(ssl_.get());
       if (result == 1) return;
       int error = openssl_.SSL_get_error(ssl_.get(), result);
-      if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) fail_handshake();
+      if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) throw_handshake_failure();
       if (!socket().wait_ready(error == SSL_ERROR_WANT_READ ? POLLIN : POLLOUT, deadline)) {
         throw ConnectionLost("timeout during the TLS handshake");
       }
     }
   }
 
-  [[noreturn]] void fail_handshake() {
+  [[noreturn]] void throw_handshake_failure() {
     throw_socket_error("during the TLS handshake");
     long verdict = openssl_.SSL_get_verify_result(ssl_.get());
     if (verdict != X509_V_OK) {
@@ -292,14 +292,14 @@ class TlsStream final : public Stream {
   ReadAttempt try_read_once(char* into, size_t size) {
     std::lock_guard lock(ssl_mutex_);
     throw_if_lost(read_failure_);
-    size = std::min(size, BYTES_PER_LOCK_MAX);
+    size = std::min(size, BYTES_PER_SSL_CALL_MAX);
     ReadAttempt attempt{0, 0};
     while (attempt.bytes < size) {
       size_t count = 0;
       clear_errors();
       int result = openssl_.SSL_read_ex(ssl_.get(), into + attempt.bytes, size - attempt.bytes, &count);
       if (result != 1) {
-        attempt.wait_for = poll_event_after_ssl_call(result, read_failure_);
+        attempt.poll_event = poll_event_after_ssl_call(result, read_failure_);
         break;
       }
       attempt.bytes += count;
@@ -359,9 +359,9 @@ class TlsStream final : public Stream {
       read_failure_ = write_failure_ = "TLS was shut down on this connection";
       return 0;
     }
-    short wait_for = poll_event_after_ssl_call(result, read_failure_);
+    short poll_event = poll_event_after_ssl_call(result, read_failure_);
     throw_if_lost(read_failure_);
-    return wait_for;
+    return poll_event;
   }
 
   const OpenSslFunctions& openssl_ = functions();

@@ -103,7 +103,9 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[tuple[int, str]] = []
-    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append((slot.index, why)))
+    monkeypatch.setattr(
+        registry.DeviceSlot, "disconnect_lost_executor", lambda slot, why: lost.append((slot.index, why))
+    )
     controller.nodes = (make_node("n1", make_gpu(0), make_gpu(1)), make_node("n2", make_gpu(0)))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     get_broker().open_executor_blocking(0)
@@ -127,7 +129,7 @@ def test_executor_is_lost_when_its_session_job_is_unknown(
     controller: SmallController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost: list[str] = []
-    monkeypatch.setattr(registry.DeviceSlot, "mark_lost", lambda slot, why: lost.append(why))
+    monkeypatch.setattr(registry.DeviceSlot, "disconnect_lost_executor", lambda slot, why: lost.append(why))
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     get_broker().open_executor_blocking(0)
     controller.refusals[WaitDevice] = JobNotFoundError("there is no job j-1")

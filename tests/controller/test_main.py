@@ -227,10 +227,10 @@ def compile_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
     """Pretend that the scheduler's library is not compiled; return a command that compiles it at once."""
     here = libraries.BuildCache.of_this_installation()
     library = here.build("genie_scheduler")
-    empty = libraries.BuildCache(here.sources, tmp_path / "cache")
+    empty = libraries.BuildCache(here.source_folder, tmp_path / "cache")
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
     code = "import pathlib, shutil, sys; pathlib.Path(sys.argv[2]).mkdir(); shutil.copy(*sys.argv[1:])"
-    return (sys.executable, "-c", code, str(library), str(empty.cache))
+    return (sys.executable, "-c", code, str(library), str(empty.cache_folder))
 
 
 async def test_scheduler_library_is_compiled_in_the_background_and_used(

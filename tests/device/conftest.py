@@ -29,7 +29,7 @@ def remote_device(number: int, open_: Callable[[], int]) -> RemoteDevice:
         name=f"Test accelerator {number}",
         memory_bytes=2**30 * (number + 1),
         vendor="cpu",
-        open=lambda: ExecutorAddress(host="127.0.0.1", port=open_(), server_name="", ticket=TICKET),
+        start_executor=lambda: ExecutorAddress(host="127.0.0.1", port=open_(), server_name="", ticket=TICKET),
     )
 
 
@@ -75,8 +75,8 @@ class SocketPipe:
 def without_shared_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Detaches the shared executors for this test."""
     monkeypatch.setattr(registry._registry, "slots", None)
-    library.update_devices()
+    library.update_devices_from_registry()
     yield
     device.detach()
     monkeypatch.undo()
-    library.update_devices()
+    library.update_devices_from_registry()

@@ -330,7 +330,7 @@ def test_copies_use_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plainte
                     name="x",
                     memory_bytes=1,
                     vendor="cpu",
-                    open=lambda n=n: opened(n),
+                    start_executor=lambda n=n: opened(n),
                 )
                 for n in range(2)
             ]

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def compile_functionalized(traced: fxgraph.TracedGraph) -> Any:
     return aot_module_simplified(
         traced.module,
-        traced.examples,
+        traced.example_inputs,
         fw_compiler=lambda module, _: module.forward,
         keep_inference_input_mutations=True,
     )
@@ -206,5 +206,5 @@ def test_inconsistent_steps_are_refused(steps: list[Step], message: str) -> None
 def test_too_long_graph_is_not_compiled(tmp_path: Path) -> None:
     compiler = inductor.InductorCompiler(device="cpu", folder=tmp_path / "inductor")
     with pytest.raises(OpRefusedError, match="the maximum for compilation"):
-        compiler.compile([("free", 1)] * (inductor.COMPILED_STEPS_MAX + 1), [], {}, lambda: None)
+        compiler.compile([("free", 1)] * (inductor.COMPILED_GRAPH_STEPS_MAX + 1), [], {}, lambda: None)
     assert not (tmp_path / "inductor").exists()

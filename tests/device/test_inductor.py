@@ -34,13 +34,13 @@ def own_compiling_executor(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(shared))
         patch.setattr(registry._registry, "slots", None)
-        library.update_devices()
+        library.update_devices_from_registry()
         with running_executor(folder / "own", memory_bytes_max=64 << 20, threads=2) as executor:
             device.attach([remote_device(0, lambda: executor.port)])
             torch.zeros(1, device=D0)
             yield executor, shared
             device.detach()
-    library.update_devices()
+    library.update_devices_from_registry()
 
 
 def replay_kinds(captured: CapturedModel) -> list[str]:

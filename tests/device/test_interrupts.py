@@ -137,7 +137,7 @@ def test_opening_a_connection_is_interruptible() -> None:
         from tests.device.interrupting import run_interrupted
 
         server = socket.create_server(("127.0.0.1", 0))
-        device.connection.OPEN_TIMEOUT_S = 600
+        device.connection.OPEN_SESSION_TIMEOUT_S = 600
         device.attach([remote_device(0, lambda: server.getsockname()[1])])
         run_interrupted(lambda: torch.ones(1, device=D0))
         device.detach()

@@ -167,7 +167,9 @@ def test_unreachable_executor_is_an_error() -> None:
 
 def test_remote_host_without_tls_is_refused() -> None:
     address = device.ExecutorAddress(host="192.0.2.1", port=9, server_name="", ticket=TICKET)
-    device.attach([device.RemoteDevice(**(vars(remote_device(0, int)) | {"open": lambda: address}))])
+    device.attach(
+        [device.RemoteDevice(**(vars(remote_device(0, int)) | {"start_executor": lambda: address}))]
+    )
     with pytest.raises(TlsError, match="another machine"):
         torch.ones(1, device=D0)
 
@@ -176,7 +178,7 @@ def test_wrong_ticket_is_an_error() -> None:
     with executor_on_a_thread() as executor:
         wrong = remote_device(0, lambda: executor.port)
         address = device.ExecutorAddress(host="127.0.0.1", port=executor.port, server_name="", ticket="wrong")
-        device.attach([device.RemoteDevice(**(vars(wrong) | {"open": lambda: address}))])
+        device.attach([device.RemoteDevice(**(vars(wrong) | {"start_executor": lambda: address}))])
         with pytest.raises(TokenRefusedError):
             torch.ones(1, device=D0)
         device.detach()
@@ -190,18 +192,18 @@ def test_resuming_a_connection_stops_at_its_timeout(
 ) -> None:
     monkeypatch.setattr(connection, "RESUME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 3600.0)
-    monkeypatch.setattr(connection, "OPEN_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(connection, "OPEN_SESSION_TIMEOUT_S", 3600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = ExecutorLink(remote_device(0, lambda: silent.getsockname()[1]).open(), "node-0")
+        link = ExecutorLink(remote_device(0, lambda: silent.getsockname()[1]).start_executor(), "node-0")
         with pytest.raises(DeadlineError, match="node-0"):
-            link.resume(0)
+            link.resume_session(0)
 
 
 def test_second_client_is_refused() -> None:
     with attached_executor() as executor:
         torch.ones(1, device=D0)
         with pytest.raises(DeviceUnavailableError, match="already serves"):
-            ExecutorLink(remote_device(0, lambda: executor.port).open(), "node-0").open_session()
+            ExecutorLink(remote_device(0, lambda: executor.port).start_executor(), "node-0").open_session()
         assert torch.ones(2, device=D0).sum().item() == 2
 
 
@@ -270,7 +272,7 @@ def test_devices_can_be_added_while_a_lost_one_reconnects() -> None:
 
         def add() -> None:
             while not added.is_set():
-                library.update_devices()
+                library.update_devices_from_registry()
 
         thread = threading.Thread(target=add)
         for number in range(12):
@@ -408,7 +410,7 @@ def test_lost_executor_raises_in_waiting_threads(tmp_path: Path) -> None:
         waiting = threading.Thread(target=wait)
         waiting.start()
         wait_until(lambda: torch.remote_accelerator.stream_stats(0)["replies"] > 1)
-        registry.device_slot(0).mark_lost("its node is gone")
+        registry.device_slot(0).disconnect_lost_executor("its node is gone")
         waiting.join(LONG_S)
         assert "its node is gone" in str(raised[0])
         assert torch.ones(2, device=D0).sum().item() == 2, "the next use opens another"
@@ -596,7 +598,7 @@ def test_attach_before_torch_import_registers_at_import() -> None:
             raise LaunchError("asked")
 
         device.attach([device.RemoteDevice(
-            node_id="n", gpu_id="g", name="x", memory_bytes=1, vendor="cpu", open=refuse)])
+            node_id="n", gpu_id="g", name="x", memory_bytes=1, vendor="cpu", start_executor=refuse)])
         assert "torch" not in sys.modules
         import torch
         assert type(torch.__loader__).__module__ != "genie.device.import_hook"

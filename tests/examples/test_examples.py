@@ -233,7 +233,7 @@ import runpy, sys
 from pathlib import Path
 from genie.native import libraries
 
-empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, Path(sys.argv[2]))
+empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().source_folder, Path(sys.argv[2]))
 libraries.BuildCache.of_this_installation = lambda: empty
 sys.argv = sys.argv[1:2]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -78,7 +78,7 @@ def test_memory_after_compile_timeout_counts_towards_the_session(
         monkeypatch.setattr(inductor, "COMPILE_TIMEOUT_S", -1.0)
 
     monkeypatch.setattr(InductorCompiler, "_compile", compile_slowly)
-    monkeypatch.setattr(inductor, "_KEEP_ALIVE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(inductor, "_CLIENT_KEEP_ALIVE_INTERVAL_S", 0.01)
     with pytest.raises(OpRefusedError, match="took longer"):
         compiler.compile([], [], {}, keep_alive)
     assert memory.limit_bytes == LIMIT_BYTES + 10

@@ -304,7 +304,7 @@ def test_op_stream_without_tls_only_within_one_machine(
         opened = handshake(pipe, TICKET, machine=machine())
         assert opened.plaintext is plaintext
         client = Client(pipe.downgrade_to_plaintext(TIMEOUT_S) if plaintext else pipe)  # type: ignore[attr-defined]
-        assert client.pipe.encrypted is not plaintext
+        assert client.pipe.is_encrypted is not plaintext
         assert can_run_ops(client)
         executor.disconnect_client()
         client.close()

@@ -29,7 +29,7 @@ from tests.executor.client import (
 )
 from tests.executor.process import TICKET, ExecutorProcess, start_executor
 
-SOURCES = libraries.BuildCache.of_this_installation().sources
+SOURCES = libraries.BuildCache.of_this_installation().source_folder
 MIB = 1024 * 1024
 FLOAT32, INT64 = 6, 4
 OUT_OF_MEMORY = "device.out_of_memory"

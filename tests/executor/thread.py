@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import msgspec
 
 from genie.executor import accelerator
-from genie.executor.listener import ClientListener
+from genie.executor.listener import ExecutorListener
 from genie.executor.session import ClientSession
 from genie.native import genie_executor
 from genie.processes.executor_config import ExecutorConfig
@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 
 class ThreadedExecutor:
     def __init__(self, config: ExecutorConfig) -> None:
-        self._listener = ClientListener(config)
+        self._listener = ExecutorListener(config)
         self.port = self._listener.port
         self.session = ClientSession(self._listener, config)
         opened = accelerator.prepare_accelerator(msgspec.structs.replace(config, memory_bytes_max=0))

@@ -90,11 +90,11 @@ def test_files_of_several_libraries_are_compiled_in_parallel(
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 2)
     for name in ("device", "executor"):
-        folder = build_cache.sources / "torch" / name
+        folder = build_cache.source_folder / "torch" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         (folder / f"{name}.cpp").write_text(f"int {name}_value() {{ return 3; }}\n")
-    (build_cache.sources / "torch" / "stream.cpp").unlink()
+    (build_cache.source_folder / "torch" / "stream.cpp").unlink()
     # Each of the two waits until both have started, at most ten seconds.
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -110,7 +110,7 @@ def test_edit_recompiles_only_the_compilation_unit_of_the_file(
 ) -> None:
     first = build_cache.build("genie_device")
     compiler.forget_calls()
-    with source_file(build_cache.sources, 7).open("a") as source:
+    with source_file(build_cache.source_folder, 7).open("a") as source:
         source.write("// edited\n")
     assert build_cache.build("genie_device") != first
     assert compiled_file_groups(compiler) == [[f"part{number}.cpp" for number in range(5, 10)]]
@@ -119,9 +119,9 @@ def test_edit_recompiles_only_the_compilation_unit_of_the_file(
 def test_empty_object_file_is_recompiled(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     library = build_cache.build("genie_device")
     library.unlink()
-    for path in build_cache.cache.glob("objects/*.o"):
+    for path in build_cache.cache_folder.glob("objects/*.o"):
         path.write_bytes(b"")
-    for path in build_cache.cache.glob("objects/*.txt"):
+    for path in build_cache.cache_folder.glob("objects/*.txt"):
         path.write_bytes(b"\xff")
     compiler.forget_calls()
     build_cache.build("genie_device")
@@ -138,7 +138,9 @@ def test_hung_compiler_is_reported_with_its_timeout(
 
 
 def test_compile_error_names_file_and_line(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
-    source_file(build_cache.sources, 1).write_text('#include "../common.h"\nint f() { return nothing; }\n')
+    source_file(build_cache.source_folder, 1).write_text(
+        '#include "../common.h"\nint f() { return nothing; }\n'
+    )
     with pytest.raises(NativeBuildError, match=r"part1\.cpp:2:\d+: error: .*nothing.* was not declared"):
         build_cache.build("genie_device")
 
@@ -147,7 +149,7 @@ def test_compile_error_stops_the_build(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
-    source_file(build_cache.sources, 1).write_text(
+    source_file(build_cache.source_folder, 1).write_text(
         "int f() { return nothing; }\n" + "// so it is first\n" * 50
     )
     with pytest.raises(NativeBuildError, match="part1"):
@@ -159,7 +161,7 @@ def test_largest_compilation_unit_is_compiled_first(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "_usable_processor_count", lambda: 1)
-    with source_file(build_cache.sources, 7).open("a") as source:
+    with source_file(build_cache.source_folder, 7).open("a") as source:
         source.write("// text\n" * 1000)
     build_cache.build("genie_device")
     order = compiled_file_groups(compiler)
@@ -169,7 +171,7 @@ def test_largest_compilation_unit_is_compiled_first(
 def test_file_changed_during_compilation_is_recompiled(
     build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
-    first = source_file(build_cache.sources, 0)
+    first = source_file(build_cache.source_folder, 0)
     compiler.replace_script(f'case "$*" in *part0.cpp*) echo "// edited" >> {first};; esac')
     with pytest.raises(NativeBuildError, match=r"part0\.cpp.* changed during compilation"):
         build_cache.build("genie_device")

@@ -156,7 +156,7 @@ def test_missing_nanobind_error_says_what_to_install(
 def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     build_cache.build("genie_device")
     compiler.compiled_files()
-    (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 4; }\n")
+    (build_cache.source_folder / "torch" / "stream.cpp").write_text("int stream_value() { return 4; }\n")
     assert libraries._load_module("genie_device", build_cache.build("genie_device")).stream == 4
     assert compiler.compiled_files() == ["stream.cpp"]
 
@@ -164,17 +164,17 @@ def test_only_changed_file_is_recompiled(build_cache: BuildCache, compiler: Logg
 def test_changed_header_recompiles_its_includers(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     build_cache.build("genie_device")
     compiler.compiled_files()
-    (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
+    (build_cache.source_folder / "torch" / "shared.h").write_text("#define VALUE 8\n")  # included by value.h
     assert load_module_value(build_cache.build("genie_device")) == 8
     assert compiler.compiled_files() == ["module.cpp"]
 
 
 def test_reverted_edit_uses_the_cache(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
     first = build_cache.build("genie_device")
-    (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 8\n")
+    (build_cache.source_folder / "torch" / "shared.h").write_text("#define VALUE 8\n")
     build_cache.build("genie_device")
     compiler.path.unlink()
-    (build_cache.sources / "torch" / "shared.h").write_text("#define VALUE 7\n")
+    (build_cache.source_folder / "torch" / "shared.h").write_text("#define VALUE 7\n")
     assert build_cache.build("genie_device") == first
 
 
@@ -212,7 +212,7 @@ def test_change_of_the_compiler_recompiles(
 def test_file_changed_during_compilation_is_not_cached(
     build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
-    header = build_cache.sources / "torch" / "shared.h"
+    header = build_cache.source_folder / "torch" / "shared.h"
     compiler.replace_script(f'{compiler.real} "$@" || exit; echo "#define VALUE 9" > {header}')
     with pytest.raises(NativeBuildError, match=r"module\.cpp or one of its headers changed"):
         build_cache.build("genie_device")
@@ -225,18 +225,20 @@ def test_file_changed_during_compilation_is_not_cached(
 def test_old_libraries_and_objects_are_evicted(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries, "_LIBRARIES_KEPT", 2)
-    monkeypatch.setattr(libraries, "_OBJECTS_KEPT", 3)
+    monkeypatch.setattr(libraries, "_CACHED_BUILDS_PER_LIBRARY_MAX", 2)
+    monkeypatch.setattr(libraries, "_CACHED_OBJECTS_MAX", 3)
     made = []
     for number in range(4):
-        (build_cache.sources / "torch" / "shared.h").write_text(f"#define VALUE {number}\n")
+        (build_cache.source_folder / "torch" / "shared.h").write_text(f"#define VALUE {number}\n")
         made.append(build_cache.build("genie_device"))
         for age, path in enumerate(reversed(made)):  # file times may be too coarse for fast builds
             if path.exists():
                 os.utime(path, (1e9 - age, 1e9 - age))
     other = build_cache.build("genie_executor")
     assert [path.exists() for path in (*made, other)] == [False, False, True, True, True]
-    kept = [{path.stem for path in build_cache.cache.glob(f"objects/*.{kind}")} for kind in ("o", "txt")]
+    kept = [
+        {path.stem for path in build_cache.cache_folder.glob(f"objects/*.{kind}")} for kind in ("o", "txt")
+    ]
     assert len(kept[0]) == 3
     assert kept[0] == kept[1]
 
@@ -245,7 +247,7 @@ def test_object_without_recorded_compiler_output_is_recompiled(
     build_cache: BuildCache, compiler: LoggingCompiler
 ) -> None:
     build_cache.build("genie_device").unlink()
-    for output in build_cache.cache.glob("objects/*.txt"):
+    for output in build_cache.cache_folder.glob("objects/*.txt"):
         output.unlink()
     compiler.compiled_files()
     assert load_module_value(build_cache.build("genie_device")) == 7
@@ -263,7 +265,13 @@ print(BuildCache(Path(sys.argv[1]), Path(sys.argv[2])).build("genie_device"))
 
 
 def test_two_processes_compile_once(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
-    command = [sys.executable, "-c", BUILD_SCRIPT, str(build_cache.sources), str(build_cache.cache)]
+    command = [
+        sys.executable,
+        "-c",
+        BUILD_SCRIPT,
+        str(build_cache.source_folder),
+        str(build_cache.cache_folder),
+    ]
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(subprocess.run, command, capture_output=True, text=True, timeout=80) for _ in range(2)
@@ -275,28 +283,30 @@ def test_two_processes_compile_once(build_cache: BuildCache, compiler: LoggingCo
 
 
 def test_leftovers_of_a_killed_build_are_removed(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
-    left = build_cache.cache / "making-left"
+    left = build_cache.cache_folder / "making-left"
     left.mkdir(parents=True)
     (left / "half.o").write_bytes(b"half")
     build_cache.build("genie_device")
-    assert sorted(path.name for path in build_cache.cache.iterdir() if path.is_dir()) == ["objects"]
+    assert sorted(path.name for path in build_cache.cache_folder.iterdir() if path.is_dir()) == ["objects"]
 
 
 # --- errors -------------------------------------------------------------------------------------
 
 
 def test_compiler_error_is_shown_with_log_path(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
-    (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return nothing; }\n")
+    (build_cache.source_folder / "torch" / "stream.cpp").write_text(
+        "int stream_value() { return nothing; }\n"
+    )
     with pytest.raises(
         NativeBuildError, match=r"stream\.cpp:1:\d+: error: .*nothing.* was not declared"
     ) as raised:
         build_cache.build("genie_device")
-    log = build_cache.cache / "genie_device.log"
+    log = build_cache.cache_folder / "genie_device.log"
     assert f"full log: {log}" in str(raised.value)
     assert "nothing" in log.read_text()
-    assert list(build_cache.cache.glob("*.so")) == []
+    assert list(build_cache.cache_folder.glob("*.so")) == []
     compiler.compiled_files()
-    (build_cache.sources / "torch" / "stream.cpp").write_text("int stream_value() { return 0; }\n")
+    (build_cache.source_folder / "torch" / "stream.cpp").write_text("int stream_value() { return 0; }\n")
     build_cache.build("genie_device")
     assert "stream.cpp" in compiler.compiled_files()
 
@@ -309,7 +319,7 @@ def test_linker_error_is_shown(build_cache: BuildCache, compiler: LoggingCompile
 
 
 def test_missing_python_headers_are_reported(build_cache: BuildCache, compiler: LoggingCompiler) -> None:
-    source = build_cache.sources / "torch" / "device" / "module.cpp"
+    source = build_cache.source_folder / "torch" / "device" / "module.cpp"
     source.write_text(source.read_text().replace("<Python.h>", "<no/such/Python.h>"))
     with pytest.raises(NativeBuildError, match="python3-dev; Fedora: python3-devel"):
         build_cache.build("genie_device")
@@ -341,7 +351,7 @@ def test_library_that_does_not_load_is_named(tmp_path: Path) -> None:
 
 def test_missing_sources_are_an_error(build_cache: BuildCache, tmp_path: Path) -> None:
     with pytest.raises(NativeBuildError, match="no sources of genie_device"):
-        BuildCache(tmp_path / "nowhere", build_cache.cache).build("genie_device")
+        BuildCache(tmp_path / "nowhere", build_cache.cache_folder).build("genie_device")
 
 
 @pytest.mark.parametrize("in_the_way", ["cache", "cache/objects"])
@@ -351,7 +361,7 @@ def test_unwritable_cache_is_an_error(
     (tmp_path / in_the_way).parent.mkdir(exist_ok=True)
     (tmp_path / in_the_way).write_text("a file is in the way")
     with pytest.raises(
-        NativeBuildError, match=rf"compiling in {build_cache.cache} failed: .*check free space"
+        NativeBuildError, match=rf"compiling in {build_cache.cache_folder} failed: .*check free space"
     ):
         build_cache.build("genie_device")
 
@@ -359,16 +369,19 @@ def test_unwritable_cache_is_an_error(
 def test_wait_for_another_build_has_a_timeout(
     build_cache: BuildCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build_cache.cache.mkdir()
-    held = FileLock.try_acquire(build_cache.cache / "lock")
+    build_cache.cache_folder.mkdir()
+    held = FileLock.try_acquire(build_cache.cache_folder / "lock")
     assert held is not None
-    monkeypatch.setattr(libraries, "_LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(libraries, "_BUILD_LOCK_TIMEOUT_S", 0.0)
     with (
         caplog.at_level(logging.INFO, logger="genie"),
         pytest.raises(NativeBuildError, match=rf"end process {os.getpid()} and try again"),
     ):
         build_cache.build("genie_device")
-    assert f"waiting for process {os.getpid()}, which is compiling in {build_cache.cache}" in caplog.messages
+    assert (
+        f"waiting for process {os.getpid()}, which is compiling in {build_cache.cache_folder}"
+        in caplog.messages
+    )
     held.release()
 
 
@@ -415,12 +428,12 @@ def test_command_builds_all_libraries_or_reports_the_reason(
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
     if outcome == "broken":
-        (build_cache.sources / "torch" / "stream.cpp").write_text("nonsense\n")
+        (build_cache.source_folder / "torch" / "stream.cpp").write_text("nonsense\n")
     if outcome == "no compiler":
         monkeypatch.setenv("CXX", "/no/such/compiler")
     code = main()
     assert code == {"built": 0, "broken": 1, "no compiler": libraries.NO_COMPILER_EXIT_CODE}[outcome]
-    assert len(list(build_cache.cache.glob("*.so"))) == (4 if outcome == "built" else 0)
+    assert len(list(build_cache.cache_folder.glob("*.so"))) == (4 if outcome == "built" else 0)
     assert {"built": "", "broken": "stream.cpp:1", "no compiler": "apt install g++"}[
         outcome
     ] in capsys.readouterr().err
@@ -430,12 +443,12 @@ def test_interrupted_build_prints_one_line(
     build_cache: BuildCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
-    monkeypatch.setattr(compiling.Build, "run", raise_keyboard_interrupt)
+    monkeypatch.setattr(compiling.LibraryBuild, "run", raise_keyboard_interrupt)
     assert main(["genie_executor"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted; finished object files are kept"
 
 
-def raise_keyboard_interrupt(_build: compiling.Build) -> None:
+def raise_keyboard_interrupt(_build: compiling.LibraryBuild) -> None:
     raise KeyboardInterrupt
 
 
@@ -444,7 +457,9 @@ def test_single_library_can_be_built(
 ) -> None:
     monkeypatch.setattr(BuildCache, "of_this_installation", lambda: build_cache)
     assert main(["genie_executor"]) == 0
-    assert [path.name.partition("-")[0] for path in build_cache.cache.glob("*.so")] == ["genie_executor"]
+    assert [path.name.partition("-")[0] for path in build_cache.cache_folder.glob("*.so")] == [
+        "genie_executor"
+    ]
 
 
 def test_unknown_library_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,20 +473,23 @@ def test_unknown_library_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_build_cache_of_a_checkout_is_inside_the_checkout() -> None:
     build_cache = BuildCache.of_this_installation()
-    assert (build_cache.sources, build_cache.cache) == (ROOT / "native", ROOT / "build" / "native")
+    assert (build_cache.source_folder, build_cache.cache_folder) == (
+        ROOT / "native",
+        ROOT / "build" / "native",
+    )
 
 
 @pytest.mark.parametrize(
     "name", [each for each in libraries.LIBRARIES if each not in libraries.STANDALONE_LIBRARIES]
 )
-def test_library_is_loaded_once_per_process(name: libraries.Library) -> None:
+def test_library_is_loaded_once_per_process(name: libraries.LibraryName) -> None:
     with ThreadPoolExecutor(4) as pool:
         modules = list(pool.map(lambda _: libraries.load(name), range(4)))
     assert all(module is modules[0] for module in modules)
 
 
 @pytest.mark.parametrize("name", libraries.LIBRARIES)
-def test_project_files_compile_without_warnings(name: libraries.Library) -> None:
+def test_project_files_compile_without_warnings(name: libraries.LibraryName) -> None:
     BuildCache.of_this_installation().build(name)
     log = (ROOT / "build" / "native" / f"{name}.log").read_text()
     warnings = [line for line in log.splitlines() if "warning:" in line]
@@ -488,7 +506,7 @@ def test_installed_package_contains_sources(tmp_path: Path) -> None:
     code = (
         "from genie.native import libraries\n"
         "build_cache = libraries.BuildCache.of_this_installation()\n"
-        "print(build_cache.sources)\nprint(build_cache.cache)"
+        "print(build_cache.source_folder)\nprint(build_cache.cache_folder)"
     )
     # Without site: the editable install of this checkout would take precedence.
     folders = os.pathsep.join([str(tmp_path / "site"), sysconfig.get_path("purelib")])

@@ -273,7 +273,7 @@ def test_closed_stream_raises(connected_streams: tuple[Any, Any]) -> None:
     near.close()
     near.close()
     near.shut_down()
-    for use in (lambda: near.read_exactly(1, 1), lambda: near.write_all(b"x", 1), lambda: near.encrypted):
+    for use in (lambda: near.read_exactly(1, 1), lambda: near.write_all(b"x", 1), lambda: near.is_encrypted):
         with pytest.raises(ConnectionLost, match="closed"):
             use()
 
@@ -341,7 +341,7 @@ def test_non_socket_is_rejected() -> None:
 
 
 def test_only_tls_stream_is_encrypted(connected_streams: tuple[Any, Any], stream_kind: str) -> None:
-    assert [stream.encrypted for stream in connected_streams] == [stream_kind == "tls"] * 2
+    assert [stream.is_encrypted for stream in connected_streams] == [stream_kind == "tls"] * 2
 
 
 def run_handshakes_and_catch(
@@ -644,7 +644,7 @@ def test_data_after_tls_shutdown_arrives(
     def change(stream: Any, first: bytes) -> bytes:
         """Shuts down TLS and writes at once; returns what the other side wrote."""
         plaintext = stream.downgrade_to_plaintext(LONG_S)
-        assert not plaintext.encrypted
+        assert not plaintext.is_encrypted
         writing = thread_pool.submit(plaintext.write_all, first, LONG_S)
         received: bytes = plaintext.read_exactly(size, LONG_S)
         writing.result(LONG_S)

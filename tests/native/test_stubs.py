@@ -36,7 +36,7 @@ def test_every_compiled_module_has_a_stub() -> None:
 
 
 @pytest.mark.parametrize("name", STUBS)
-def test_stub_declares_the_names_of_the_module(name: libraries.Library) -> None:
+def test_stub_declares_the_names_of_the_module(name: libraries.LibraryName) -> None:
     module = native_library(name)
     stub = ast.parse((FOLDER / f"{name}.pyi").read_text("utf-8")).body
     assert declared_names(stub) == public_names(module)
@@ -47,7 +47,7 @@ def test_stub_declares_the_names_of_the_module(name: libraries.Library) -> None:
 
 
 @pytest.mark.parametrize("name", libraries.TORCH_LIBRARIES)
-def test_lazy_module_returns_the_attributes_of_the_library(name: libraries.Library) -> None:
+def test_lazy_module_returns_the_attributes_of_the_library(name: libraries.LibraryName) -> None:
     lazy = importlib.import_module(f"genie.native.{name}")
     assert lazy.Stream is native_library(name).Stream
     assert not hasattr(lazy, "no_such_name")

@@ -209,7 +209,7 @@ def load_local_engine() -> tree.PlainEngine:
 def read_engine_library() -> tuple[str, bytes, bytes]:
     """Returns the library for nodes: its key, the local binary (b'' if not compiled), and its source."""
     build_cache = libraries.BuildCache.of_this_installation()
-    source = (build_cache.sources / "grid" / "tree.cpp").read_bytes()
+    source = (build_cache.source_folder / "grid" / "tree.cpp").read_bytes()
     key = hashlib.sha256(source).hexdigest()[:32]
     try:
         return key, build_cache.build("genie_tree").read_bytes(), source

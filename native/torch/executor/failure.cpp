@@ -9,10 +9,10 @@ namespace genie {
 namespace {
 
 // Codes of genie/errors.py; others are in error_code of wire.h.
-constexpr const char* REMOTE_OP = "device.remote_op";
-constexpr const char* OP_REFUSED = "device.op_refused";
-constexpr size_t MESSAGE_BYTES_MAX = 4000;
-static_assert(MESSAGE_BYTES_MAX <= TEXT_BYTES_MAX);
+constexpr const char* REMOTE_OP_CODE = "device.remote_op";
+constexpr const char* OP_REFUSED_CODE = "device.op_refused";
+constexpr size_t ERROR_MESSAGE_BYTES_MAX = 4000;
+static_assert(ERROR_MESSAGE_BYTES_MAX <= TEXT_BYTES_MAX);
 
 struct ErrorCodeAndMessage {
   std::string code;
@@ -44,7 +44,7 @@ std::string to_valid_utf8(const std::string& message) {
   std::string text;
   for (size_t at = 0; at < message.size();) {
     size_t bytes = utf8_character_bytes(message, at);
-    if (text.size() + (bytes ? bytes : 1) > MESSAGE_BYTES_MAX) break;
+    if (text.size() + (bytes ? bytes : 1) > ERROR_MESSAGE_BYTES_MAX) break;
     text += bytes ? message.substr(at, bytes) : "?";
     at += bytes ? bytes : 1;
   }
@@ -68,7 +68,7 @@ ErrorCodeAndMessage classify_torch_error(const c10::Error& error) {
   if (dynamic_cast<const c10::NotImplementedError*>(&error))
     return {error_code::NOT_IMPLEMENTED_ERROR, message};
   if (dynamic_cast<const c10::LinAlgError*>(&error)) return {error_code::LINALG_ERROR, message};
-  return {REMOTE_OP, message};
+  return {REMOTE_OP_CODE, message};
 }
 
 ErrorCodeAndMessage classify_current_exception() {
@@ -81,7 +81,7 @@ ErrorCodeAndMessage classify_current_exception() {
   } catch (const c10::AcceleratorError& error) {
     throw AcceleratorFailed(error.what_without_backtrace());
   } catch (const OpRefused& error) {
-    return {OP_REFUSED, error.what()};
+    return {OP_REFUSED_CODE, error.what()};
   } catch (const QuotaExceeded& error) {
     return {error_code::OUT_OF_MEMORY, error.what()};
   } catch (const TransferFailed& error) {
@@ -91,9 +91,9 @@ ErrorCodeAndMessage classify_current_exception() {
   } catch (const std::bad_alloc&) {
     return {error_code::OUT_OF_MEMORY, "the executor is out of memory"};
   } catch (const std::exception& error) {
-    return {is_out_of_memory(error.what()) ? error_code::OUT_OF_MEMORY : REMOTE_OP, error.what()};
+    return {is_out_of_memory(error.what()) ? error_code::OUT_OF_MEMORY : REMOTE_OP_CODE, error.what()};
   } catch (...) {
-    return {REMOTE_OP, "unknown error"};
+    return {REMOTE_OP_CODE, "unknown error"};
   }
 }
 
@@ -121,9 +121,9 @@ Failure fatal_failure_from_current_exception() noexcept {
       return *failure_from_current_exception("", 0);
     }
   } catch (const AcceleratorFailed& error) {
-    return {REMOTE_OP, "", 0, to_valid_utf8(error.what())};
+    return {REMOTE_OP_CODE, "", 0, to_valid_utf8(error.what())};
   } catch (...) {
-    return {REMOTE_OP, "", 0, ""};
+    return {REMOTE_OP_CODE, "", 0, ""};
   }
 }
 

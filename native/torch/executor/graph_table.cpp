@@ -11,19 +11,19 @@ namespace {
 
 // A graph whose tensors move is captured again up to this number of times.
 constexpr int CAPTURES_PER_GRAPH_MAX = 8;
-constexpr size_t REASON_BYTES_MAX = 1000;
+constexpr size_t FAILURE_REASON_BYTES_MAX = 1000;
 constexpr const char* HOST_SCALAR_REASON = "a scalar that it reads is in host memory";
 
 uint32_t read_step_output_storage(const DecodedTemplate& op_template, const std::vector<uint8_t>& record,
                                   uint32_t output_index) {
-  const uint8_t* position = record.data() + op_template.data_bytes + sizeof(uint32_t) * output_index;
+  const uint8_t* position = record.data() + op_template.call_data_bytes + sizeof(uint32_t) * output_index;
   return read_next_value<uint32_t>(position);
 }
 
 std::string format_failure_reason(const Failure& failure) {
   std::string text = failure.op.empty() ? failure.message : failure.op + ": " + failure.message;
-  if (text.size() <= REASON_BYTES_MAX) return text;
-  text.resize(REASON_BYTES_MAX);
+  if (text.size() <= FAILURE_REASON_BYTES_MAX) return text;
+  text.resize(FAILURE_REASON_BYTES_MAX);
   while (!text.empty() && (text.back() & 0x80)) text.pop_back();  // no partial characters
   return text;
 }
@@ -39,7 +39,7 @@ void GraphTable::begin_recording(uint32_t graph_number) {
   if (graphs_.count(graph_number))
     throw ProtocolError("graph " + std::to_string(graph_number) + " already exists");
   recording_graph_ = std::make_unique<RecordedGraph>();
-  recording_number_ = graph_number;
+  recording_graph_number_ = graph_number;
 }
 
 void GraphTable::end_recording(uint32_t end_action) {
@@ -47,30 +47,30 @@ void GraphTable::end_recording(uint32_t end_action) {
   if (end_action > GRAPH_COMPILE) throw ProtocolError("a GraphEnd has an unknown mode");
   std::unique_ptr<RecordedGraph> graph = std::move(recording_graph_);
   if (end_action == GRAPH_DISCARD) {
-    steps_bytes_ -= graph->bytes;
+    all_steps_bytes_ -= graph->steps_bytes;
     return;
   }
   graph->compile_pending = end_action == GRAPH_COMPILE;
   graph->has_run = true;  // the steps have just run
   for (uint32_t number : graph->input_storages) {
     StorageSlot& slot = storages_.slot_at(number);
-    slot.graph_uses++;
+    slot.graph_use_count++;
     graph->input_bytes.emplace_back(number, slot.bytes);
   }
   for (uint32_t number : graph->results) {
-    storages_.slot_at(number).graph_uses++;
+    storages_.slot_at(number).graph_use_count++;
     graph_of_result_[number] = graph.get();
   }
-  graphs_.emplace(recording_number_, std::move(graph));
+  graphs_.emplace(recording_graph_number_, std::move(graph));
 }
 
 void GraphTable::add_step(GraphStep step) {
   if (recording_graph_->steps.size() >= GRAPH_STEPS_MAX) throw ProtocolError("a graph has too many steps");
   // Includes the sets of storage numbers, which grow with the records.
   uint64_t bytes = sizeof step + 4 * step.record.size();
-  recording_graph_->bytes += bytes;
-  steps_bytes_ += bytes;
-  if (steps_bytes_ > GRAPH_STEPS_BYTES_MAX) throw ProtocolError("the graphs exceed the maximum size");
+  recording_graph_->steps_bytes += bytes;
+  all_steps_bytes_ += bytes;
+  if (all_steps_bytes_ > GRAPH_STEPS_BYTES_MAX) throw ProtocolError("the graphs exceed the maximum size");
   recording_graph_->steps.push_back(std::move(step));
 }
 
@@ -97,7 +97,7 @@ void GraphTable::record_op(const std::shared_ptr<DecodedTemplate>& op_template, 
                            size_t bytes) {
   GraphStep step{RecordKind::Op, op_template, {record, record + bytes}};
   add_input_storages(op_template->arguments, record);
-  for (uint32_t i = 0; i < op_template->new_outputs; i++)
+  for (uint32_t i = 0; i < op_template->new_output_count; i++)
     add_created_storage(read_step_output_storage(*op_template, step.record, i));
   add_step(std::move(step));
 }
@@ -117,7 +117,7 @@ void GraphTable::record_free(uint32_t storage) {
 // After a capture the memory of a result belongs to the graph: every replay overwrites it.
 void GraphTable::before_storage_freed(uint32_t storage_number, const StorageSlot& slot) {
   if (!slot.storage || !replies_.has_borrowed_tensors()) return;
-  if (slot.graph_uses > 0) {
+  if (slot.graph_use_count > 0) {
     for (auto& [_, graph] : graphs_)
       if (graph->captured.graph && graph->results.count(storage_number))
         replies_.before_storage_written(slot.storage);
@@ -129,7 +129,7 @@ FailurePtr GraphTable::share_result(uint32_t result_storage, uint32_t new_storag
   auto owner = graph_of_result_.find(result_storage);
   if (owner == graph_of_result_.end())
     throw ProtocolError("storage " + std::to_string(result_storage) + " is not a result of a graph");
-  storages_.check_unused(new_storage);
+  storages_.check_number_unused(new_storage);
   StorageSlot& slot = storages_.existing_slot(result_storage);
   if (slot.failure) {
     storages_.add_poisoned_storage(new_storage, slot.failure);
@@ -153,7 +153,7 @@ FailurePtr GraphTable::share_result(uint32_t result_storage, uint32_t new_storag
 }
 
 void GraphTable::on_storage_freed(uint32_t storage_number) {
-  if (storages_.slot_at(storage_number).graph_uses == 0) return;
+  if (storages_.slot_at(storage_number).graph_use_count == 0) return;
   for (auto& [_, graph] : graphs_)
     if (graph->results.count(storage_number)) graph->freed_results.insert(storage_number);
   on_storage_moved(storage_number);
@@ -161,7 +161,7 @@ void GraphTable::on_storage_freed(uint32_t storage_number) {
 
 // Captured storages do not count towards the quota, so they are released as soon as they are unusable.
 void GraphTable::on_storage_moved(uint32_t storage_number) {
-  if (storages_.slot_at(storage_number).graph_uses == 0) return;
+  if (storages_.slot_at(storage_number).graph_use_count == 0) return;
   for (auto& [_, graph] : graphs_)
     if (graph->input_storages.count(storage_number)) release_capture(*graph);
 }
@@ -292,7 +292,7 @@ void GraphTable::free_results_freed_by_client(const RecordedGraph& graph) {
 
 FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
   if (step.kind == RecordKind::Op) {
-    for (uint32_t i = 0; i < step.op_template->new_outputs; i++)
+    for (uint32_t i = 0; i < step.op_template->new_output_count; i++)
       free_previous_result(graph, read_step_output_storage(*step.op_template, step.record, i));
     WireReader in(step.record.data(), step.record.size());
     return ops_.run(*step.op_template, in);
@@ -303,7 +303,7 @@ FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
   }
   free_previous_result(graph, step.storage);
   try {
-    storages_.allocate(step.storage, step.bytes);
+    storages_.allocate(step.storage, step.allocated_bytes);
     return nullptr;
   } catch (...) {
     FailurePtr failure = failure_from_current_exception("memory of a captured graph", ops_.op_count());
@@ -496,13 +496,13 @@ void GraphTable::free_created_storages(const RecordedGraph& graph) {
 void GraphTable::free_graph(uint32_t graph_number) {
   RecordedGraph& graph = get_graph(graph_number);
   release_capture(graph);
-  for (uint32_t input : graph.input_storages) storages_.slot_at(input).graph_uses--;
+  for (uint32_t input : graph.input_storages) storages_.slot_at(input).graph_use_count--;
   for (uint32_t result : graph.results) {
-    storages_.slot_at(result).graph_uses--;
+    storages_.slot_at(result).graph_use_count--;
     auto owner = graph_of_result_.find(result);
     if (owner != graph_of_result_.end() && owner->second == &graph) graph_of_result_.erase(owner);
   }
-  steps_bytes_ -= graph.bytes;
+  all_steps_bytes_ -= graph.steps_bytes;
   graphs_.erase(graph_number);
 }
 
@@ -511,7 +511,7 @@ void GraphTable::clear() {
   graph_of_result_.clear();
   for (auto& [_, graph] : graphs_) release_capture(*graph);
   graphs_.clear();
-  steps_bytes_ = 0;
+  all_steps_bytes_ = 0;
 }
 
 }  // namespace genie

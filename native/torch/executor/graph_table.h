@@ -46,7 +46,7 @@ struct GraphStep {
   std::shared_ptr<DecodedTemplate> op_template;
   std::vector<uint8_t> record;  // what follows the head of an Op
   uint32_t storage = 0;
-  uint64_t bytes = 0;
+  uint64_t allocated_bytes = 0;
 };
 
 // A compiled function from tensors to tensors; it may write to its inputs.
@@ -125,7 +125,7 @@ class GraphTable {
   };
   struct RecordedGraph {
     std::vector<GraphStep> steps;
-    uint64_t bytes = 0;                                      // memory of the steps
+    uint64_t steps_bytes = 0;                                // memory of the steps
     std::unordered_set<uint32_t> input_storages;             // storages that it uses and does not create
     std::vector<std::pair<uint32_t, uint64_t>> input_bytes;  // their sizes when it was recorded
     std::unordered_set<uint32_t> written_inputs;             // inputs that it writes to
@@ -182,8 +182,8 @@ class GraphTable {
   std::unordered_map<uint32_t, std::unique_ptr<RecordedGraph>> graphs_;
   std::unordered_map<uint32_t, RecordedGraph*> graph_of_result_;  // by result
   std::unique_ptr<RecordedGraph> recording_graph_;
-  uint32_t recording_number_ = 0;
-  uint64_t steps_bytes_ = 0;  // of all steps
+  uint32_t recording_graph_number_ = 0;
+  uint64_t all_steps_bytes_ = 0;  // of all steps
 };
 
 }  // namespace genie

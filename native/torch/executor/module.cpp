@@ -29,10 +29,10 @@ const char* outcome_name(ConnectionOutcome outcome) {
 
 // Captures CUDA graphs through a Python object with begin(), end(), abort() and replay(graph);
 // end() returns the graph and the size of its memory pool.
-class PythonCapture final : public GraphCapture {
+class PythonGraphCapture final : public GraphCapture {
  public:
-  explicit PythonCapture(py::object object) : object_(std::move(object)) {}
-  ~PythonCapture() override {
+  explicit PythonGraphCapture(py::object object) : object_(std::move(object)) {}
+  ~PythonGraphCapture() override {
     py::gil_scoped_acquire gil;
     object_ = py::object();
   }
@@ -112,7 +112,7 @@ std::unique_ptr<Session> make_session(const std::string& device, uint64_t memory
                                       py::object capture, py::object compiler,
                                       py::object connect_for_parcel) {
   std::shared_ptr<GraphCapture> capture_object;
-  if (!capture.is_none()) capture_object = std::make_shared<PythonCapture>(std::move(capture));
+  if (!capture.is_none()) capture_object = std::make_shared<PythonGraphCapture>(std::move(capture));
   std::shared_ptr<GraphCompiler> compiler_object;
   if (!compiler.is_none()) compiler_object = make_python_compiler(std::move(compiler));
   return std::make_unique<Session>(device, memory_quota_bytes, std::move(allowed_ops), spin_us,

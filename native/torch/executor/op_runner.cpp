@@ -127,16 +127,16 @@ void OpRunner::clear() {
 FailurePtr OpRunner::run(DecodedTemplate& op_template, WireReader& in) {
   if (!op_template.has_predicted_outputs)
     throw ProtocolError("an Op has a template without predicted outputs");
-  const uint8_t* data = in.consume(op_template.data_bytes);
-  const uint8_t* new_storages = in.consume(sizeof(uint32_t) * op_template.new_outputs);
+  const uint8_t* data = in.consume(op_template.call_data_bytes);
+  const uint8_t* new_storages = in.consume(sizeof(uint32_t) * op_template.new_output_count);
   op_count_.store(op_count() + 1, std::memory_order_relaxed);
-  for (uint32_t i = 0; i < op_template.new_outputs; i++)
-    storages_.check_unused(read_storage_number(new_storages, i));
+  for (uint32_t i = 0; i < op_template.new_output_count; i++)
+    storages_.check_number_unused(read_storage_number(new_storages, i));
   try {
     invoke_op(op_template, data);
     check_input_metadata_unchanged();
     for (size_t i = 0; i < op_template.outputs.size(); i++) collect_output(op_template.outputs[i], stack_[i]);
-    for (uint32_t i = 0; i < op_template.new_outputs; i++) {
+    for (uint32_t i = 0; i < op_template.new_output_count; i++) {
       storages_.add_storage(read_storage_number(new_storages, i), std::move(new_tensors_[i]));
     }
     release_current_op();
@@ -243,7 +243,7 @@ FailurePtr OpRunner::poison_outputs(const DecodedTemplate& op_template, const ui
       failure->number == op_count() || writes_to_unpoisoned_tensor(op_template.arguments, call_data);
   restore_resized_written_inputs();
   release_current_op();
-  for (uint32_t i = 0; i < op_template.new_outputs; i++)
+  for (uint32_t i = 0; i < op_template.new_output_count; i++)
     storages_.add_poisoned_storage(read_storage_number(new_storages, i), failure);
   return report ? failure : nullptr;
 }
@@ -251,7 +251,7 @@ FailurePtr OpRunner::poison_outputs(const DecodedTemplate& op_template, const ui
 // --- dynamic ops --------------------------------------------------------------------------------
 
 void OpRunner::skip_dynamic_op(const DecodedTemplate& op_template, WireReader& in) {
-  in.consume(op_template.data_bytes);
+  in.consume(op_template.call_data_bytes);
   op_count_.store(op_count() + 1, std::memory_order_relaxed);
 }
 
@@ -261,7 +261,7 @@ FailurePtr OpRunner::run_dynamic(DecodedTemplate& op_template, WireReader& in, u
     throw ProtocolError("a DynamicOp has a template with predicted outputs");
   if (unbound_outputs_.size() >= UNBOUND_REPLIES_MAX)
     throw ProtocolError("too many dynamic ops with unbound outputs");
-  const uint8_t* data = in.consume(op_template.data_bytes);
+  const uint8_t* data = in.consume(op_template.call_data_bytes);
   op_count_.store(op_count() + 1, std::memory_order_relaxed);
   try {
     invoke_op(op_template, data);

@@ -68,8 +68,8 @@ ParcelStore::Parcel::Parcel(StorageTable& table, at::Tensor contents)
     : storages(&table), tensor(std::move(contents)) {
   storages->add_parcel_bytes(static_cast<int64_t>(tensor.nbytes()));
   if (tensor.device().is_cpu()) return;
-  ready.emplace(tensor.device().type());
-  ready->record(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
+  contents_written.emplace(tensor.device().type());
+  contents_written->record(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
 }
 
 ParcelStore::Parcel::~Parcel() {
@@ -80,9 +80,9 @@ ParcelStore::Parcel::~Parcel() {
 
 void ParcelStore::check_parcel_number_increases(uint64_t parcel_number) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (parcel_number <= last_number_) {
+  if (parcel_number <= last_parcel_number_) {
     throw ProtocolError("parcel " + std::to_string(parcel_number) + " was published after parcel " +
-                        std::to_string(last_number_));
+                        std::to_string(last_parcel_number_));
   }
 }
 
@@ -103,7 +103,7 @@ void ParcelStore::store(uint64_t parcel_number, FailurePtr failure) {
 
 void ParcelStore::store(uint64_t parcel_number, ParcelPtr parcel) {
   std::lock_guard<std::mutex> lock(mutex_);
-  last_number_ = parcel_number;
+  last_parcel_number_ = parcel_number;
   if (!is_closed_ && parcels_.size() < PARCELS_MAX) parcels_.emplace(parcel_number, std::move(parcel));
   state_changed_.notify_all();
 }
@@ -124,7 +124,7 @@ size_t ParcelStore::parcel_count() const {
 
 uint32_t ParcelStore::pending_fetch_count() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return active_fetches_;
+  return active_fetch_count_;
 }
 
 void ParcelStore::close() {
@@ -132,9 +132,9 @@ void ParcelStore::close() {
   std::unique_lock<std::mutex> lock(mutex_);
   is_closed_ = true;
   dropped.swap(parcels_);
-  for (auto& [number, stream] : newest_fetches_) stream->shut_down();
+  for (auto& [number, stream] : newest_fetch_streams_) stream->shut_down();
   state_changed_.notify_all();
-  state_changed_.wait(lock, [this] { return active_fetches_ == 0; });
+  state_changed_.wait(lock, [this] { return active_fetch_count_ == 0; });
 }
 
 // --- sending threads ----------------------------------------------------------------------------
@@ -160,19 +160,19 @@ bool ParcelStore::send_parcel_until_acknowledged(uint64_t parcel_number,
 bool ParcelStore::try_register_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_closed_) return false;
-  auto& newest = newest_fetches_[parcel_number];
+  auto& newest = newest_fetch_streams_[parcel_number];
   if (newest) newest->shut_down();  // its peer has reconnected
   newest = stream;
-  active_fetches_++;
+  active_fetch_count_++;
   state_changed_.notify_all();
   return true;
 }
 
 void ParcelStore::unregister_fetch(uint64_t parcel_number, const std::shared_ptr<Stream>& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto newest = newest_fetches_.find(parcel_number);
-  if (newest != newest_fetches_.end() && newest->second == stream) newest_fetches_.erase(newest);
-  active_fetches_--;
+  auto newest = newest_fetch_streams_.find(parcel_number);
+  if (newest != newest_fetch_streams_.end() && newest->second == stream) newest_fetch_streams_.erase(newest);
+  active_fetch_count_--;
   state_changed_.notify_all();
 }
 
@@ -180,11 +180,11 @@ ParcelStore::ParcelPtr ParcelStore::wait_for_parcel(uint64_t parcel_number,
                                                     const std::shared_ptr<Stream>& stream) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto replaced = [&] {
-    auto newest = newest_fetches_.find(parcel_number);
-    return is_closed_ || newest == newest_fetches_.end() || newest->second != stream;
+    auto newest = newest_fetch_streams_.find(parcel_number);
+    return is_closed_ || newest == newest_fetch_streams_.end() || newest->second != stream;
   };
   while (!state_changed_.wait_for(lock, PEER_CHECK_INTERVAL,
-                                  [&] { return parcel_number <= last_number_ || replaced(); })) {
+                                  [&] { return parcel_number <= last_parcel_number_ || replaced(); })) {
     lock.unlock();
     check_peer_connected(*stream);
     lock.lock();
@@ -217,8 +217,8 @@ void ParcelStore::write_parcel(const Parcel& parcel, Stream& stream) const {
     return;
   }
   SendingThreadGuards thread(device_);
-  if (parcel.ready) {
-    parcel.ready->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (parcel.contents_written) {
+    parcel.contents_written->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
   write_parcel_header(stream, parcel.tensor.nbytes(), ParcelKind::Contents);
   StagingBuffers staging(device_);

@@ -58,7 +58,7 @@ class ParcelStore {
 
     StorageTable* storages = nullptr;
     at::Tensor tensor;
-    std::optional<c10::Event> ready;  // on an accelerator: the contents have been written
+    std::optional<c10::Event> contents_written;  // on an accelerator: the contents have been written
     FailurePtr failure;
   };
   using ParcelPtr = std::shared_ptr<const Parcel>;
@@ -76,9 +76,9 @@ class ParcelStore {
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
   std::unordered_map<uint64_t, ParcelPtr> parcels_;
-  std::unordered_map<uint64_t, std::shared_ptr<Stream>> newest_fetches_;  // the newest of each number
-  uint64_t last_number_ = 0;
-  uint32_t active_fetches_ = 0;
+  std::unordered_map<uint64_t, std::shared_ptr<Stream>> newest_fetch_streams_;  // the newest of each number
+  uint64_t last_parcel_number_ = 0;
+  uint32_t active_fetch_count_ = 0;
   bool is_closed_ = false;
 };
 

@@ -34,7 +34,7 @@ class PythonStepBuilder {
       if (step.kind == RecordKind::Op) {
         converted.append(build_op_tuple(step));
       } else if (step.kind == RecordKind::Allocate) {
-        converted.append(py::make_tuple("allocate", step.storage, step.bytes));
+        converted.append(py::make_tuple("allocate", step.storage, step.allocated_bytes));
       } else {
         converted.append(py::make_tuple("free", step.storage));
       }
@@ -52,7 +52,7 @@ class PythonStepBuilder {
     for (size_t i = 0; i < op_template.arguments.size(); i++)
       arguments.append(
           build_argument_tuple(op_template.arguments[i], data, *schema.arguments()[i].real_type()));
-    new_storages_ = step.record.data() + op_template.data_bytes;
+    new_storages_ = step.record.data() + op_template.call_data_bytes;
     py::list outputs;
     for (const ExpectedOutput& each : op_template.outputs) outputs.append(build_output_tuple(each));
     return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
@@ -169,10 +169,10 @@ StorageView storage_view_from_python(py::handle fields) {
   return view;
 }
 
-class PythonCompiler final : public GraphCompiler {
+class PythonGraphCompiler final : public GraphCompiler {
  public:
-  explicit PythonCompiler(py::object object) : object_(std::move(object)) {}
-  ~PythonCompiler() override {
+  explicit PythonGraphCompiler(py::object object) : object_(std::move(object)) {}
+  ~PythonGraphCompiler() override {
     py::gil_scoped_acquire gil;
     object_ = py::object();
   }
@@ -235,7 +235,7 @@ void throw_python_error(const py::error_already_set& error) {
 }
 
 std::shared_ptr<GraphCompiler> make_python_compiler(py::object object) {
-  return std::make_shared<PythonCompiler>(std::move(object));
+  return std::make_shared<PythonGraphCompiler>(std::move(object));
 }
 
 }  // namespace genie

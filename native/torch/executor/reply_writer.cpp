@@ -11,7 +11,7 @@ namespace genie {
 
 namespace {
 
-constexpr int64_t FATAL_TIMEOUT_US = 1'000'000;
+constexpr int64_t SEND_FATAL_ERROR_TIMEOUT_US = 1'000'000;
 // Tensors up to this size are copied into the reply instead of borrowed.
 constexpr uint64_t COPIED_REPLY_BYTES_MAX = 1u << 20;
 constexpr size_t SPARE_FRAMES_MAX = 4;
@@ -23,7 +23,7 @@ ReplyHeader make_reply_header(uint64_t payload_bytes, uint64_t reply_number, uin
 
 // Reads until the client closes the connection: closing it first could drop data that was sent last.
 void drain_until_closed(Stream& stream) {
-  auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(FATAL_TIMEOUT_US);
+  auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(SEND_FATAL_ERROR_TIMEOUT_US);
   std::vector<uint8_t> discarded(64u << 10);
   for (;;) {
     auto left = std::chrono::duration_cast<std::chrono::microseconds>(end - std::chrono::steady_clock::now());
@@ -50,7 +50,7 @@ void ReplyWriter::count_received_frame(uint64_t frame_number, size_t bytes) {
 }
 
 void ReplyWriter::release_replies(uint64_t last_reply_number) {
-  if (last_reply_number > last_number_)
+  if (last_reply_number > newest_reply_number_)
     throw ProtocolError("the client acknowledged replies that were never sent");
   while (!unreceived_replies_.empty() && unreceived_replies_.front().number <= last_reply_number) {
     release_reply(unreceived_replies_.front());
@@ -60,7 +60,7 @@ void ReplyWriter::release_replies(uint64_t last_reply_number) {
 
 void ReplyWriter::release_reply(KeptReply& reply) {
   storages_.add_reply_bytes(-static_cast<int64_t>(reply.counted_bytes));
-  if (reply.is_borrowed) borrowing_reply_count_--;
+  if (reply.borrows_tensor) borrowing_reply_count_--;
   if (spare_frames_.size() < SPARE_FRAMES_MAX) spare_frames_.push_back(std::move(reply.frame));
 }
 
@@ -79,7 +79,7 @@ ReplyWriter::KeptReply& ReplyWriter::add_reply(ReplyKind kind, std::vector<uint8
   if (unreceived_replies_.size() >= UNRECEIVED_REPLIES_MAX)
     throw ProtocolError("too many replies that the client has not received");
   KeptReply reply;
-  reply.number = ++last_number_;
+  reply.number = ++newest_reply_number_;
   reply.kind = kind;
   reply.frame = std::move(frame);
   unreceived_replies_.push_back(std::move(reply));
@@ -117,8 +117,8 @@ void ReplyWriter::send_tensor_reply(at::Tensor contiguous_tensor, bool is_owned)
   }
   KeptReply& reply = add_reply(ReplyKind::Reply, new_reply_frame(0));
   reply.tensor = std::move(contiguous_tensor);
-  reply.is_borrowed = !is_owned;
-  if (reply.is_borrowed) {
+  reply.borrows_tensor = !is_owned;
+  if (reply.borrows_tensor) {
     borrowing_reply_count_++;
   } else {
     count_reply_memory(reply, bytes);
@@ -168,7 +168,7 @@ void ReplyWriter::write_to_stream(const void* data, size_t bytes) {
 
 void ReplyWriter::acknowledge_frames() {
   if (!stream_) return;
-  ReplyHeader header = make_reply_header(0, last_number_, frames_received(), ReplyKind::Acknowledge);
+  ReplyHeader header = make_reply_header(0, newest_reply_number_, frames_received(), ReplyKind::Acknowledge);
   unacknowledged_frames_ = 0;
   unacknowledged_bytes_ = 0;
   try {
@@ -189,10 +189,11 @@ void ReplyWriter::send_fatal_error(const Failure& failure) {
   if (!stream_ || is_reply_incomplete_) return;
   WireWriter payload, frame;
   write_remote_error(payload, failure);
-  frame.append_value(make_reply_header(payload.size(), last_number_, frames_received(), ReplyKind::Fatal));
+  frame.append_value(
+      make_reply_header(payload.size(), newest_reply_number_, frames_received(), ReplyKind::Fatal));
   frame.append_bytes(payload.data(), payload.size());
   try {
-    stream_->write_all(frame.data(), frame.size(), FATAL_TIMEOUT_US);
+    stream_->write_all(frame.data(), frame.size(), SEND_FATAL_ERROR_TIMEOUT_US);
     drain_until_closed(*stream_);
   } catch (const ConnectionLost&) {
     is_connection_lost_ = true;  // expected: the client closes the connection after this error
@@ -202,19 +203,20 @@ void ReplyWriter::send_fatal_error(const Failure& failure) {
 
 void ReplyWriter::copy_replies_borrowing(const c10::Storage& storage) {
   for (KeptReply& reply : unreceived_replies_) {
-    if (!reply.is_borrowed || !reply.tensor.storage().is_alias_of(storage)) continue;
+    if (!reply.borrows_tensor || !reply.tensor.storage().is_alias_of(storage)) continue;
     at::Tensor copy = reply.tensor.to(c10::kCPU, /*non_blocking=*/false, /*copy=*/true);
     if (copy.nbytes() > reply.counted_bytes) count_reply_memory(reply, copy.nbytes() - reply.counted_bytes);
     reply.tensor = std::move(copy);
-    reply.is_borrowed = false;
+    reply.borrows_tensor = false;
     borrowing_reply_count_--;
   }
 }
 
 void ReplyWriter::keep_storage_for_replies(const c10::Storage& storage, uint64_t bytes) {
   for (KeptReply& reply : unreceived_replies_) {
-    if (!reply.is_borrowed || reply.is_adopted || !reply.tensor.storage().is_alias_of(storage)) continue;
-    reply.is_adopted = true;  // still borrowed: a replay may write to it
+    if (!reply.borrows_tensor || reply.is_storage_freed || !reply.tensor.storage().is_alias_of(storage))
+      continue;
+    reply.is_storage_freed = true;  // still borrowed: a replay may write to it
     count_reply_memory(reply, bytes);
     bytes = 0;  // several replies may use it; count it once
   }

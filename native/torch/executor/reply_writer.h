@@ -30,13 +30,13 @@ class ReplyWriter {
   void begin_connection(Stream& stream, uint64_t replies_received);
   void end_connection() { stream_ = nullptr; }
   // Drops all replies; for the end of the session.
-  void clear() { release_replies(last_number_); }
+  void clear() { release_replies(newest_reply_number_); }
   // Whether the connection broke while sending.
   bool is_connection_lost() const { return is_connection_lost_; }
 
   uint64_t frames_received() const { return frames_received_.load(std::memory_order_relaxed); }
   // Number of the next reply.
-  uint64_t next_reply_number() const { return last_number_ + 1; }
+  uint64_t next_reply_number() const { return newest_reply_number_ + 1; }
 
   // Counts a frame that has arrived completely.
   void count_received_frame(uint64_t frame_number, size_t bytes);
@@ -69,10 +69,10 @@ class ReplyWriter {
   struct KeptReply {
     uint64_t number = 0;
     ReplyKind kind = ReplyKind::Reply;
-    std::vector<uint8_t> frame;  // header and payload; the header is filled in when it is sent
-    at::Tensor tensor;           // the payload, if it is large
-    bool is_borrowed = false;    // the tensor's memory may be written to
-    bool is_adopted = false;     // it was borrowed, and the client has freed the storage
+    std::vector<uint8_t> frame;     // header and payload; the header is filled in when it is sent
+    at::Tensor tensor;              // the payload, if it is large
+    bool borrows_tensor = false;    // the tensor's memory may be written to
+    bool is_storage_freed = false;  // it was borrowed, and the client has freed the storage
     uint64_t counted_bytes = 0;
   };
 
@@ -95,7 +95,7 @@ class ReplyWriter {
   std::deque<KeptReply> unreceived_replies_;
   std::vector<std::vector<uint8_t>> spare_frames_;
   uint32_t borrowing_reply_count_ = 0;
-  uint64_t last_number_ = 0;
+  uint64_t newest_reply_number_ = 0;
   std::atomic<uint64_t> frames_received_{0};
   uint32_t unacknowledged_frames_ = 0;
   uint64_t unacknowledged_bytes_ = 0;

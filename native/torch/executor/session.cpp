@@ -75,8 +75,9 @@ ConnectionOutcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replie
 
 SessionStats Session::stats() const {
   const MemoryCounters& memory = storages_.counters();
-  return {memory.storages, storages_.bytes_in_use(), memory.bytes_peak,       storages_.bytes_max(),
-          ops_.op_count(), frames_received(),        parcels_.parcel_count(), parcels_.pending_fetch_count()};
+  return {
+      memory.storages, storages_.bytes_in_use(), memory.counted_bytes_peak, storages_.bytes_max(),
+      ops_.op_count(), frames_received(),        parcels_.parcel_count(),   parcels_.pending_fetch_count()};
 }
 
 void Session::close() {
@@ -296,7 +297,7 @@ void Session::run_op(const std::shared_ptr<DecodedTemplate>& op_template, WireRe
 void Session::record_graph_step(const std::shared_ptr<DecodedTemplate>& op_template, WireReader& in) {
   if (!graphs_.is_recording() || !op_template->has_predicted_outputs)
     throw ProtocolError("a GraphStep is not inside a graph");
-  size_t bytes = op_template->data_bytes + sizeof(uint32_t) * op_template->new_outputs;
+  size_t bytes = op_template->call_data_bytes + sizeof(uint32_t) * op_template->new_output_count;
   graphs_.record_op(op_template, in.consume(bytes), bytes);
 }
 
@@ -350,7 +351,7 @@ void Session::run_dynamic_op(DecodedTemplate& op_template, WireReader& in) {
 void Session::handle_allocate(WireReader& in) {
   uint32_t storage = in.read_u32();
   uint64_t bytes = in.read_u64();
-  storages_.check_unused(storage);
+  storages_.check_number_unused(storage);
   if (bytes > INT64_MAX) throw ProtocolError("the size of a storage overflows");
   if (graphs_.is_recording()) graphs_.record_allocate(storage, bytes);
   try {

@@ -59,7 +59,7 @@ void StagingBuffers::for_each_chunk(const at::Tensor& contiguous_tensor,
   for (uint64_t start = 0; start < size; start += DOWNLOAD_CHUNK_BYTES) {
     PinnedBuffer* next =
         start + DOWNLOAD_CHUNK_BYTES < size ? &start_copy(start + DOWNLOAD_CHUNK_BYTES) : nullptr;
-    current->copied.synchronize();
+    current->copied_event.synchronize();
     consume(host_data(current->memory), std::min(DOWNLOAD_CHUNK_BYTES, size - start));
     current = next;
   }
@@ -103,28 +103,28 @@ void StagingBuffers::copy_reserved_to_tensor(const at::Tensor& contiguous_tensor
 // Never returns the last one again: the caller may still read it. Waits for a buffer that is in use only if
 // there are STAGING_BUFFERS_MAX.
 StagingBuffers::PinnedBuffer& StagingBuffers::next_buffer() {
-  size_t next = buffers_.empty() ? 0 : (last_buffer_ + 1) % buffers_.size();
+  size_t next = buffers_.empty() ? 0 : (last_buffer_index_ + 1) % buffers_.size();
   bool grow = buffers_.size() < STAGING_BUFFERS_MIN ||
-              (buffers_.size() < STAGING_BUFFERS_MAX && !buffers_[next]->copied.query());
+              (buffers_.size() < STAGING_BUFFERS_MAX && !buffers_[next]->copied_event.query());
   if (grow) {
-    next = buffers_.empty() ? 0 : last_buffer_ + 1;
+    next = buffers_.empty() ? 0 : last_buffer_index_ + 1;
     auto added = std::make_unique<PinnedBuffer>(
         PinnedBuffer{empty_pinned_tensor(STAGING_BUFFER_BYTES), c10::Event(device_.type())});
     buffers_.insert(buffers_.begin() + static_cast<std::ptrdiff_t>(next), std::move(added));
   }
-  last_buffer_ = next;
+  last_buffer_index_ = next;
   PinnedBuffer& buffer = *buffers_[next];
-  buffer.copied.synchronize();
+  buffer.copied_event.synchronize();
   return buffer;
 }
 
 void StagingBuffers::record_copied_event(PinnedBuffer& buffer) {
-  buffer.copied.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  buffer.copied_event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 void Upload::begin(at::Tensor target, at::Tensor staging_tensor, uint64_t bytes) {
   target_ = std::move(target);
-  staged_ = std::move(staging_tensor);
+  staging_tensor_ = std::move(staging_tensor);
   remaining_bytes_ = bytes;
   written_bytes_ = 0;
 }
@@ -136,14 +136,14 @@ uint8_t* Upload::next_destination(size_t bytes) {
     discarded_bytes_.resize(bytes);
     return discarded_bytes_.data();
   }
-  if (!staged_.device().is_cpu()) return staging_.reserve_upload_bytes(bytes);
-  return static_cast<uint8_t*>(staged_.mutable_data_ptr()) + written_bytes_;
+  if (!staging_tensor_.device().is_cpu()) return staging_.reserve_upload_bytes(bytes);
+  return static_cast<uint8_t*>(staging_tensor_.mutable_data_ptr()) + written_bytes_;
 }
 
 void Upload::finish_write(size_t bytes) {
   remaining_bytes_ -= bytes;
-  if (target_.defined() && !staged_.device().is_cpu())
-    staging_.copy_reserved_to_tensor(staged_, written_bytes_, bytes);
+  if (target_.defined() && !staging_tensor_.device().is_cpu())
+    staging_.copy_reserved_to_tensor(staging_tensor_, written_bytes_, bytes);
   written_bytes_ += bytes;
   if (remaining_bytes_ == 0) finish();
 }
@@ -151,19 +151,19 @@ void Upload::finish_write(size_t bytes) {
 void Upload::write_all_bytes(const uint8_t* data) {
   uint64_t bytes = remaining_bytes_;
   remaining_bytes_ = 0;
-  if (target_.defined()) staging_.copy_from_host(staged_, data, bytes);
+  if (target_.defined()) staging_.copy_from_host(staging_tensor_, data, bytes);
   finish();
 }
 
 void Upload::finish() {
-  at::Tensor target = std::move(target_), staged = std::move(staged_);
+  at::Tensor target = std::move(target_), staged = std::move(staging_tensor_);
   discard();
   if (!target.is_same(staged)) target.copy_(staged, /*non_blocking=*/true);
 }
 
 void Upload::discard() {
   target_.reset();
-  staged_.reset();
+  staging_tensor_.reset();
   discarded_bytes_ = std::vector<uint8_t>();
 }
 

@@ -36,7 +36,7 @@ class StagingBuffers {
  private:
   struct PinnedBuffer {
     at::Tensor memory;
-    c10::Event copied;
+    c10::Event copied_event;
   };
 
   PinnedBuffer& next_buffer();
@@ -44,7 +44,7 @@ class StagingBuffers {
 
   c10::Device device_;
   std::vector<std::unique_ptr<PinnedBuffer>> buffers_;
-  size_t last_buffer_ = 0;
+  size_t last_buffer_index_ = 0;
   PinnedBuffer* buffer_being_filled_ = nullptr;  // has free memory after `filled_bytes_` bytes
   uint64_t filled_bytes_ = 0;
 };
@@ -74,7 +74,7 @@ class Upload {
   void finish();
 
   StagingBuffers& staging_;
-  at::Tensor target_, staged_;
+  at::Tensor target_, staging_tensor_;
   std::vector<uint8_t> discarded_bytes_;
   uint64_t remaining_bytes_ = 0;
   uint64_t written_bytes_ = 0;

@@ -21,7 +21,7 @@ at::Tensor empty_byte_tensor(c10::Device device, int64_t bytes) {
 
 void StorageSlot::clear_views() {
   for (at::Tensor& view : views) view.reset();
-  cached_views = next_cached_view = 0;
+  cached_view_count = next_cached_view = 0;
 }
 
 StorageTable::StorageTable(c10::Device device, uint64_t quota_bytes)
@@ -46,7 +46,7 @@ StorageSlot& StorageTable::existing_slot(uint32_t number) {
   throw ProtocolError("storage " + std::to_string(number) + " does not exist");
 }
 
-void StorageTable::check_unused(uint32_t number) {
+void StorageTable::check_number_unused(uint32_t number) {
   if (slot_at(number).is_in_use())
     throw ProtocolError("storage " + std::to_string(number) + " is already in use");
 }
@@ -62,12 +62,12 @@ const at::Tensor& StorageTable::get_view(StorageSlot& slot, const TensorMeta& me
                     " bytes and needs " + std::to_string(end) +
                     ": resize the storage before using the tensor");
   }
-  for (int i = 0; i < slot.cached_views; i++) {
+  for (int i = 0; i < slot.cached_view_count; i++) {
     if (meta.matches(slot.views[i], offset)) return slot.views[i];
   }
-  int index = slot.cached_views;
-  if (slot.cached_views < CACHED_VIEWS_MAX) {
-    slot.cached_views++;
+  int index = slot.cached_view_count;
+  if (slot.cached_view_count < CACHED_VIEWS_MAX) {
+    slot.cached_view_count++;
   } else {
     index = slot.next_cached_view;
     slot.next_cached_view = static_cast<uint8_t>((slot.next_cached_view + 1) % CACHED_VIEWS_MAX);
@@ -87,30 +87,30 @@ at::Tensor StorageTable::make_view(const StorageSlot& slot, const TensorMeta& me
 }
 
 void StorageTable::add_storage(uint32_t number, at::Tensor tensor) {
-  check_unused(number);
+  check_number_unused(number);
   StorageSlot& slot = slot_at(number);
   slot.storage = tensor.storage();
   slot.bytes = slot.storage.nbytes();
   slot.views[0] = std::move(tensor);
-  slot.cached_views = 1;
+  slot.cached_view_count = 1;
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
   add_counted_bytes(static_cast<int64_t>(slot.bytes));
 }
 
 void StorageTable::add_poisoned_storage(uint32_t number, FailurePtr failure) {
-  check_unused(number);
+  check_number_unused(number);
   slot_at(number).failure = std::move(failure);
   counters_.storages.fetch_add(1, std::memory_order_relaxed);
 }
 
 void StorageTable::allocate(uint32_t number, uint64_t bytes) {
-  check_unused(number);
+  check_number_unused(number);
   check_quota(bytes);
   add_storage(number, allocate_byte_tensor(bytes));
 }
 
 void StorageTable::share_memory(uint32_t number, const StorageSlot& source) {
-  check_unused(number);
+  check_number_unused(number);
   check_quota(source.bytes);
   StorageSlot& slot = slot_at(number);
   slot.storage = source.storage;
@@ -166,7 +166,7 @@ void StorageTable::free(uint32_t number) {
 void StorageTable::clear() {
   for (auto& page : pages_) page.reset();
   counters_.storages = 0;
-  counters_.bytes = 0;
+  counters_.counted_bytes = 0;
 }
 
 void StorageTable::check_quota(uint64_t more_bytes) const {
@@ -202,7 +202,7 @@ void StorageTable::restore_size_after_failed_op(StorageSlot& slot) noexcept {
 }
 
 uint64_t StorageTable::bytes_in_use() const {
-  return counters_.bytes.load(std::memory_order_relaxed) +
+  return counters_.counted_bytes.load(std::memory_order_relaxed) +
          counters_.parcel_bytes.load(std::memory_order_relaxed);
 }
 
@@ -214,15 +214,17 @@ void StorageTable::add_reply_bytes(int64_t more_bytes) { reply_bytes_ += static_
 
 void StorageTable::add_counted_bytes(int64_t more_bytes) {
   // Only the serving thread writes; other threads read.
-  uint64_t now = counters_.bytes.load(std::memory_order_relaxed) + static_cast<uint64_t>(more_bytes);
-  counters_.bytes.store(now, std::memory_order_relaxed);
+  uint64_t now = counters_.counted_bytes.load(std::memory_order_relaxed) + static_cast<uint64_t>(more_bytes);
+  counters_.counted_bytes.store(now, std::memory_order_relaxed);
   now = bytes_in_use();
-  if (now > counters_.bytes_peak.load(std::memory_order_relaxed)) {
-    counters_.bytes_peak.store(now, std::memory_order_relaxed);
+  if (now > counters_.counted_bytes_peak.load(std::memory_order_relaxed)) {
+    counters_.counted_bytes_peak.store(now, std::memory_order_relaxed);
   }
 }
 
-void StorageTable::reset_peak() { counters_.bytes_peak.store(bytes_in_use(), std::memory_order_relaxed); }
+void StorageTable::reset_peak() {
+  counters_.counted_bytes_peak.store(bytes_in_use(), std::memory_order_relaxed);
+}
 
 at::Tensor StorageTable::allocate_byte_tensor(uint64_t bytes) const {
   return empty_byte_tensor(device_, static_cast<int64_t>(bytes));

@@ -24,10 +24,10 @@ struct StorageSlot {
   uint64_t bytes = 0;
   uint64_t bytes_before_resize = 0;  // the largest size before a Resize
   at::Tensor views[CACHED_VIEWS_MAX];
-  uint8_t cached_views = 0;
+  uint8_t cached_view_count = 0;
   uint8_t next_cached_view = 0;
-  uint32_t graph_uses = 0;  // graphs that read or create it; kept when it is freed
-  FailurePtr failure;       // set if it is poisoned
+  uint32_t graph_use_count = 0;  // graphs that read or create it; kept when it is freed
+  FailurePtr failure;            // set if it is poisoned
 
   bool is_in_use() const { return storage || failure; }
   void clear_views();
@@ -36,8 +36,8 @@ struct StorageSlot {
 // Read by other threads while the session is served.
 struct MemoryCounters {
   std::atomic<uint64_t> storages{0};
-  std::atomic<uint64_t> bytes{0};
-  std::atomic<uint64_t> bytes_peak{0};
+  std::atomic<uint64_t> counted_bytes{0};
+  std::atomic<uint64_t> counted_bytes_peak{0};
   // Written by several threads: a parcel is dropped when another executor has acknowledged it.
   std::atomic<uint64_t> parcel_bytes{0};
 };
@@ -56,7 +56,7 @@ class StorageTable {
   // The slot, in use or not. ProtocolError if the number is too large.
   StorageSlot& slot_at(uint32_t number);
   // ProtocolError if the number is in use or too large.
-  void check_unused(uint32_t number);
+  void check_number_unused(uint32_t number);
 
   // The view of a storage. PoisonedTensor if the storage is poisoned; OpRefused if the view exceeds a storage
   // that was shrunk; ProtocolError if it exceeds every size that the storage has had. Valid until the next
@@ -110,7 +110,7 @@ class StorageTable {
   c10::Storage copy_storage(const StorageSlot& slot, uint64_t bytes) const;
   at::Tensor make_view(const StorageSlot& slot, const TensorMeta& meta, int64_t offset) const;
   void count_graph_storage_change(const StorageSlot& slot) {
-    graph_storage_change_count_ += slot.graph_uses > 0;
+    graph_storage_change_count_ += slot.graph_use_count > 0;
   }
 
   c10::Device device_;

@@ -13,8 +13,8 @@ namespace {
 using c10::IValue;
 using c10::TypeKind;
 
-constexpr uint32_t ARGUMENTS_MAX = 256;
-constexpr size_t NAME_BYTES_MAX = 128;
+constexpr uint32_t OP_ARGUMENTS_MAX = 256;
+constexpr size_t OP_NAME_BYTES_MAX = 128;
 constexpr uint64_t NEW_BYTES_MAX = uint64_t{1} << 62;
 
 // --- format: independent of the op --------------------------------------------------------------
@@ -32,7 +32,7 @@ class TemplateBodyReader {
       : in_(in), template_(result), device_(device) {}
 
   void read_arguments() {
-    uint32_t count = read_count(in_, ARGUMENTS_MAX);
+    uint32_t count = read_count(in_, OP_ARGUMENTS_MAX);
     for (uint32_t i = 0; i < count; i++) template_.arguments.push_back(read_argument(false));
   }
 
@@ -41,7 +41,7 @@ class TemplateBodyReader {
     if (predicted > 1) throw ProtocolError("a template is malformed");
     template_.has_predicted_outputs = predicted != 0;
     if (!template_.has_predicted_outputs) return;
-    uint32_t count = read_count(in_, ARGUMENTS_MAX);
+    uint32_t count = read_count(in_, OP_ARGUMENTS_MAX);
     for (uint32_t i = 0; i < count; i++) template_.outputs.push_back(read_output(false));
   }
 
@@ -86,11 +86,11 @@ class TemplateBodyReader {
         result.constant = device_;
         break;
       case ArgumentKind::Generator:
-        template_.data_bytes += sizeof(uint32_t);
+        template_.call_data_bytes += sizeof(uint32_t);
         break;
       case ArgumentKind::IntegerData:
       case ArgumentKind::FloatData:
-        template_.data_bytes += sizeof(int64_t);
+        template_.call_data_bytes += sizeof(int64_t);
         break;
       default:
         throw ProtocolError("an argument has an unknown kind");
@@ -102,15 +102,15 @@ class TemplateBodyReader {
     uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8(), flags = in_.read_u8();
     result.has_offset = flags & VIEW_HAS_OFFSET;
     result.meta = std::make_unique<TensorMeta>(read_tensor_meta(in_, dtype, dimensions, flags));
-    template_.data_bytes += sizeof(uint32_t) + (result.has_offset ? sizeof(int64_t) : 0);
-    template_.tensor_count++;
+    template_.call_data_bytes += sizeof(uint32_t) + (result.has_offset ? sizeof(int64_t) : 0);
+    template_.tensor_argument_count++;
   }
 
   void read_scalar_tensor(TemplateArgument& result) {
     auto dtype = to_supported_dtype(in_.read_u8());
     result.scalar = at::zeros({}, at::TensorOptions().dtype(dtype).device(c10::kCPU));
     if (in_.read_u8()) result.scalar.unsafeGetTensorImpl()->set_wrapped_number(true);
-    template_.data_bytes += SCALAR_TENSOR_BYTES;
+    template_.call_data_bytes += SCALAR_TENSOR_BYTES;
   }
 
   void read_list(TemplateArgument& result, bool in_list) {
@@ -130,7 +130,7 @@ class TemplateBodyReader {
       case OutputKind::New: {
         uint8_t dtype = in_.read_u8(), dimensions = in_.read_u8();
         result.meta = read_tensor_meta(in_, dtype, dimensions, 0);
-        template_.new_outputs++;
+        template_.new_output_count++;
         template_.new_output_bytes += result.meta.span_bytes;
         if (template_.new_output_bytes > NEW_BYTES_MAX)
           throw ProtocolError("the size of the outputs overflows");
@@ -138,7 +138,7 @@ class TemplateBodyReader {
       }
       case OutputKind::Alias:
         result.alias_index = in_.read_u32();
-        if (result.alias_index >= template_.tensor_count)
+        if (result.alias_index >= template_.tensor_argument_count)
           throw ProtocolError("an output is an alias of an argument that does not exist");
         break;
       case OutputKind::List: {
@@ -288,14 +288,14 @@ class ArgumentConverter {
       case TypeKind::GeneratorType:
         return argument.kind == ArgumentKind::Generator;
       case TypeKind::ScalarTypeType:
-        return check_enum_argument(argument, [](int64_t number) {
+        return is_allowed_enum_argument(argument, [](int64_t number) {
           return number <= UINT8_MAX && is_supported_dtype(static_cast<c10::ScalarType>(number));
         });
       case TypeKind::LayoutType:
-        return check_enum_argument(
+        return is_allowed_enum_argument(
             argument, [](int64_t number) { return number == static_cast<int64_t>(c10::kStrided); });
       case TypeKind::MemoryFormatType:
-        return check_enum_argument(argument, [](int64_t number) {
+        return is_allowed_enum_argument(argument, [](int64_t number) {
           return number <= static_cast<int64_t>(at::MemoryFormat::ChannelsLast3d);
         });
       default:
@@ -353,7 +353,7 @@ class ArgumentConverter {
   }
 
   template <class Allowed>
-  bool check_enum_argument(TemplateArgument& argument, Allowed is_allowed) {
+  bool is_allowed_enum_argument(TemplateArgument& argument, Allowed is_allowed) {
     if (argument.kind != ArgumentKind::Integer) return false;
     int64_t number = argument.constant.toInt();
     return number >= 0 && is_allowed(number);
@@ -438,7 +438,7 @@ TemplateReader::TemplateReader(c10::Device device, std::vector<std::string> allo
 std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
   auto result = std::make_unique<DecodedTemplate>();
   std::string name = body.read_text(), overload = body.read_text();
-  if (name.size() > NAME_BYTES_MAX || overload.size() > NAME_BYTES_MAX) {
+  if (name.size() > OP_NAME_BYTES_MAX || overload.size() > OP_NAME_BYTES_MAX) {
     throw ProtocolError("the name of an op is longer than allowed");
   }
   result->name = overload.empty() ? name : name + "." + overload;

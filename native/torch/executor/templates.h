@@ -85,9 +85,9 @@ struct DecodedTemplate {
   std::vector<TemplateArgument> arguments;
   bool has_predicted_outputs = false;
   std::vector<ExpectedOutput> outputs;
-  size_t data_bytes = 0;      // sent with each call
-  uint32_t tensor_count = 0;  // among the arguments
-  uint32_t new_outputs = 0;
+  size_t call_data_bytes = 0;          // sent with each call
+  uint32_t tensor_argument_count = 0;  // among the arguments
+  uint32_t new_output_count = 0;
   uint64_t new_output_bytes = 0;  // of the predicted outputs
   int size_argument_index = -1;   // of the argument with the size of the output, if it is not constant
   uint64_t output_bytes_min = 0;  // lower bound, from a constant size argument

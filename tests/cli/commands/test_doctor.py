@@ -90,7 +90,7 @@ def test_device_library_is_compiled_for_the_installed_torch() -> None:
 
 
 def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:
-    empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().sources, tmp_path)
+    empty = libraries.BuildCache(libraries.BuildCache.of_this_installation().source_folder, tmp_path)
     monkeypatch.setattr(libraries.BuildCache, "of_this_installation", lambda: empty)
     found = doctor_checks._check_device_library()
     assert found.verdict is CheckVerdict.ABSENT
