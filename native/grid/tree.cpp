@@ -170,9 +170,9 @@ struct CallOutput {
 
 namespace {
 
-int fail_with_error(CallOutput* out, int error, const char* path, size_t bytes) {
+int fail_with_error(CallOutput* out, int error, const char* path, size_t path_bytes) {
   out->error_code = error;
-  const size_t length = std::min(bytes, sizeof out->error_path - 1);
+  const size_t length = std::min(path_bytes, sizeof out->error_path - 1);
   if (length != 0) memcpy(out->error_path, path, length);
   out->error_path[length] = 0;
   return -1;
@@ -194,11 +194,11 @@ class OpenDirectories {
   OpenDirectories& operator=(const OpenDirectories&) = delete;
 
   // Returns the parent directory of `path` and sets `name`; -1 with errno.
-  int open_parent(const char* path, size_t bytes, const char** name) {
-    if (bytes == 0 || bytes >= kPathBytesMax) return fail_with_errno(ENAMETOOLONG);
-    memcpy(wanted_path_, path, bytes);
-    wanted_path_[bytes] = 0;
-    if (memchr(wanted_path_, 0, bytes) != nullptr) return fail_with_errno(EINVAL);
+  int open_parent(const char* path, size_t path_bytes, const char** name) {
+    if (path_bytes == 0 || path_bytes >= kPathBytesMax) return fail_with_errno(ENAMETOOLONG);
+    memcpy(wanted_path_, path, path_bytes);
+    wanted_path_[path_bytes] = 0;
+    if (memchr(wanted_path_, 0, path_bytes) != nullptr) return fail_with_errno(EINVAL);
     const char* slash = strrchr(wanted_path_, '/');
     const size_t directory_path_bytes = slash == nullptr ? 0 : static_cast<size_t>(slash - wanted_path_);
     *name = slash == nullptr ? wanted_path_ : slash + 1;
@@ -333,11 +333,11 @@ class TreeWalker {
     }
     if (directory_path_bytes != 0) current_path_[directory_path_bytes] = '/';
     memcpy(current_path_ + begin, name, name_bytes + 1);
-    const size_t bytes = begin + name_bytes;
+    const size_t path_bytes = begin + name_bytes;
     struct stat found;
     bool have_stat = false;
     if (type == DT_UNKNOWN) {
-      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return fail_unless_removed(bytes);
+      if (fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return fail_unless_removed(path_bytes);
       have_stat = true;
       type = IFTODT(found.st_mode);
     }
@@ -345,46 +345,47 @@ class TreeWalker {
       ++output_->skipped_special_files;
       return 0;
     }
-    const uint8_t* old = advance_to_old_record(bytes);
+    const uint8_t* old = advance_to_old_record(path_bytes);
     const bool is_gitignore = type == DT_REG && strcmp(name, ".gitignore") == 0;
     if (old != nullptr && !is_gitignore && was_gitignore_file(TreeRecord(old)))
       output_->has_gitignore_changed = 1;
-    const int excluded = exclusion_or_error(old, bytes, type == DT_DIR);
-    if (excluded < 0) return fail_with_error(output_, -1, current_path_, bytes);
+    const int excluded = exclusion_or_error(old, path_bytes, type == DT_DIR);
+    if (excluded < 0) return fail_with_error(output_, -1, current_path_, path_bytes);
     if (!excluded || is_gitignore) {
-      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0) return fail_unless_removed(bytes);
+      if (!have_stat && fstatat(fd, name, &found, AT_SYMLINK_NOFOLLOW) < 0)
+        return fail_unless_removed(path_bytes);
       if (IFTODT(found.st_mode) != type) return 0;  // just replaced: the next walk finds it
     }
     if (is_gitignore && !(old != nullptr && is_same_stamp(TreeRecord(old).stamp(), stamp_from_stat(found))))
       output_->has_gitignore_changed = 1;
-    if (excluded) return add_excluded_record(bytes, type == DT_DIR, is_gitignore ? &found : nullptr);
-    if (type == DT_REG) return add_file_record(old, bytes, found);
-    if (type == DT_LNK) return add_symlink_record(fd, name, bytes, found);
-    return add_directory_and_contents(fd, name, bytes, found, depth);
+    if (excluded) return add_excluded_record(path_bytes, type == DT_DIR, is_gitignore ? &found : nullptr);
+    if (type == DT_REG) return add_file_record(old, path_bytes, found);
+    if (type == DT_LNK) return add_symlink_record(fd, name, path_bytes, found);
+    return add_directory_and_contents(fd, name, path_bytes, found, depth);
   }
 
   // Ignores a file that has been removed since it was listed.
-  int fail_unless_removed(size_t bytes) {
-    return errno == ENOENT ? 0 : fail_with_error(output_, errno, current_path_, bytes);
+  int fail_unless_removed(size_t path_bytes) {
+    return errno == ENOENT ? 0 : fail_with_error(output_, errno, current_path_, path_bytes);
   }
 
-  int exclusion_or_error(const uint8_t* old, size_t bytes, bool is_directory) {
+  int exclusion_or_error(const uint8_t* old, size_t path_bytes, bool is_directory) {
     if (reuse_old_exclusions_ && old != nullptr) {
       const TreeRecord known(old);
       if (known.is_directory() == is_directory) return known.header.kind == 'x';
     }
-    return is_excluded_function_(current_path_, bytes, is_directory);
+    return is_excluded_function_(current_path_, path_bytes, is_directory);
   }
 
-  int add_excluded_record(size_t bytes, bool is_directory, const struct stat* found) {
+  int add_excluded_record(size_t path_bytes, bool is_directory, const struct stat* found) {
     TreeRecordHeader header = {};
     header.kind = 'x';
     header.is_excluded_directory = is_directory;
-    append_record(header, bytes, nullptr, found == nullptr ? FileStamp{} : stamp_from_stat(*found));
+    append_record(header, path_bytes, nullptr, found == nullptr ? FileStamp{} : stamp_from_stat(*found));
     return 0;
   }
 
-  int add_file_record(const uint8_t* old, size_t bytes, const struct stat& found) {
+  int add_file_record(const uint8_t* old, size_t path_bytes, const struct stat& found) {
     const FileStamp stamp = stamp_from_stat(found);
     TreeRecordHeader header = {};
     header.kind = 'f';
@@ -400,47 +401,47 @@ class TreeWalker {
       if (is_clean) memcpy(header.sha256, known.header.sha256, sizeof header.sha256);
     }
     if (!is_clean) unhashed_record_offsets_.append_number(records_.size);
-    append_record(header, bytes, nullptr, stamp);
+    append_record(header, path_bytes, nullptr, stamp);
     return 0;
   }
 
-  int add_symlink_record(int fd, const char* name, size_t bytes, const struct stat& found) {
+  int add_symlink_record(int fd, const char* name, size_t path_bytes, const struct stat& found) {
     char target[kPathBytesMax];
     const ssize_t count = readlinkat(fd, name, target, sizeof target);
-    if (count < 0) return fail_unless_removed(bytes);
+    if (count < 0) return fail_unless_removed(path_bytes);
     TreeRecordHeader header = {};
     header.kind = 'l';
     header.mode = 0777;
     header.link_target_bytes = static_cast<uint16_t>(count);
-    append_record(header, bytes, target, stamp_from_stat(found));
+    append_record(header, path_bytes, target, stamp_from_stat(found));
     return 0;
   }
 
-  int add_directory_and_contents(int fd, const char* name, size_t bytes, const struct stat& found,
+  int add_directory_and_contents(int fd, const char* name, size_t path_bytes, const struct stat& found,
                                  int depth) {
     const int inner = openat(fd, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (inner < 0) return fail_unless_removed(bytes);
+    if (inner < 0) return fail_unless_removed(path_bytes);
     TreeRecordHeader header = {};
     header.kind = 'd';
     header.mode = found.st_mode & 07777;
-    append_record(header, bytes, nullptr, FileStamp{});
-    return walk_directory(inner, bytes, depth + 1);
+    append_record(header, path_bytes, nullptr, FileStamp{});
+    return walk_directory(inner, path_bytes, depth + 1);
   }
 
-  void append_record(TreeRecordHeader header, size_t bytes, const char* link, const FileStamp& stamp) {
-    header.path_bytes = static_cast<uint16_t>(bytes);
+  void append_record(TreeRecordHeader header, size_t path_bytes, const char* link, const FileStamp& stamp) {
+    header.path_bytes = static_cast<uint16_t>(path_bytes);
     records_.append(&header, sizeof header);
-    records_.append(current_path_, bytes);
+    records_.append(current_path_, path_bytes);
     if (link != nullptr) records_.append(link, header.link_target_bytes);
     records_.append(&stamp, sizeof stamp);
   }
 
   // Returns the old record of current_path_, or null. Old records are in walk order too.
-  const uint8_t* advance_to_old_record(size_t bytes) {
+  const uint8_t* advance_to_old_record(size_t path_bytes) {
     while (next_old_record_ < old_records_end_) {
       const TreeRecord next(next_old_record_);
       const int order =
-          compare_paths_in_walk_order(next.path(), next.header.path_bytes, current_path_, bytes);
+          compare_paths_in_walk_order(next.path(), next.header.path_bytes, current_path_, path_bytes);
       if (order > 0) return nullptr;
       if (order == 0) {
         next_old_record_ += next.size_bytes();
@@ -460,11 +461,11 @@ class TreeWalker {
   static bool was_gitignore_file(const TreeRecord& old) {
     static constexpr char kGitignoreName[] = ".gitignore";
     constexpr size_t kGitignoreNameBytes = sizeof kGitignoreName - 1;
-    const size_t bytes = old.header.path_bytes;
+    const size_t path_bytes = old.header.path_bytes;
     const bool is_file = old.header.kind == 'f' || (old.header.kind == 'x' && old.stamp().inode != 0);
-    return is_file && bytes >= kGitignoreNameBytes &&
-           memcmp(old.path() + bytes - kGitignoreNameBytes, kGitignoreName, kGitignoreNameBytes) == 0 &&
-           (bytes == kGitignoreNameBytes || old.path()[bytes - kGitignoreNameBytes - 1] == '/');
+    return is_file && path_bytes >= kGitignoreNameBytes &&
+           memcmp(old.path() + path_bytes - kGitignoreNameBytes, kGitignoreName, kGitignoreNameBytes) == 0 &&
+           (path_bytes == kGitignoreNameBytes || old.path()[path_bytes - kGitignoreNameBytes - 1] == '/');
   }
 
   const uint8_t* next_old_record_;

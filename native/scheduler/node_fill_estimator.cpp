@@ -38,7 +38,7 @@ NodeFillEstimator::NodeFillEstimator(const Cluster& cluster, const std::vector<R
   }
 }
 
-const NodeFillEstimate& NodeFillEstimator::find_or_simulate_fill(const NodeFreeState& state) {
+const ExpectedNodeFill& NodeFillEstimator::find_or_simulate_fill(const NodeFreeState& state) {
   const uint64_t key = hash_node_free_state(state);
   CacheShard& shard = shards_[key >> 55];  // other bits than those of the slot
   if (shard.fills.size() * 2 >= shard.slots.size()) grow_or_clear_cache(shard);
@@ -48,7 +48,7 @@ const NodeFillEstimate& NodeFillEstimator::find_or_simulate_fill(const NodeFreeS
   CacheSlot& slot = shard.slots[at];
   if (!slot.is_occupied) {
     slot = {state, true, static_cast<uint32_t>(shard.fills.size())};
-    NodeFillEstimate& fill = shard.fills.emplace_back();
+    ExpectedNodeFill& fill = shard.fills.emplace_back();
     fill.filled_milli_total = fill_simulation_.simulate_total_filled_milli(state);
     for (size_t j = 0; j < multi_gpu_request_sizes_.size(); ++j)
       fill.multi_gpu_capacity_milli[j] = multi_gpu_capacity_milli(multi_gpu_request_sizes_[j], state);

@@ -11,7 +11,7 @@ namespace genie {
 
 constexpr int kMultiGpuRequestSizesMax = kGpusPerNodeMax - 1;  // multi-GPU requests have 2 to 16 GPUs
 
-struct NodeFillEstimate {
+struct ExpectedNodeFill {
   int64_t filled_milli_total = 0;  // see FillSimulation
   std::array<int64_t, kMultiGpuRequestSizesMax>
       multi_gpu_capacity_milli{};  // for each of NodeFillEstimator::multi_gpu_request_sizes()
@@ -24,7 +24,7 @@ class NodeFillEstimator {
                     int simulated_arrivals_max);
 
   // The reference is valid until the next call.
-  const NodeFillEstimate& find_or_simulate_fill(const NodeFreeState& state);
+  const ExpectedNodeFill& find_or_simulate_fill(const NodeFreeState& state);
   // The number of fills that were computed, not found in the cache.
   uint64_t fill_simulation_count() const { return fill_simulation_count_; }
   // Numbers of GPUs of multi-GPU requests: powers of two, then others in the history.
@@ -45,7 +45,7 @@ class NodeFillEstimator {
   // Each part of the hash table grows on its own, so that no call has to copy all of it.
   struct CacheShard {
     std::vector<CacheSlot> slots;
-    std::vector<NodeFillEstimate> fills;
+    std::vector<ExpectedNodeFill> fills;
   };
   static constexpr size_t kCacheShardCount = 512;  // 9 bits of the hash
   static constexpr size_t kShardSlotsMin = 16;

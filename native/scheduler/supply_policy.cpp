@@ -88,7 +88,7 @@ PlacementCandidate SupplyPolicy::make_candidate(const Node& node, const RequestC
   return {cost, gpu_left << 48 | cpu_left << 32 | node.tie_break_rank, gpus};
 }
 
-double SupplyPolicy::weighted_node_value(const NodeFillEstimate& fill, int model) const {
+double SupplyPolicy::weighted_node_value(const ExpectedNodeFill& fill, int model) const {
   double capacity = 0;
   for (size_t j = 0; j < supply_tracker_->multi_gpu_request_sizes().size(); ++j) {
     capacity +=

@@ -52,7 +52,7 @@ class SupplyPolicy final : public PlacementPolicy {
   void compute_weights();
   int64_t current_supply_milli(const DemandGroup& group) const;
   size_t multi_gpu_size_index(int gpus) const;
-  double weighted_node_value(const NodeFillEstimate& fill, int model) const;
+  double weighted_node_value(const ExpectedNodeFill& fill, int model) const;
   PlacementCandidate make_candidate(const Node& node, const RequestClass& request, GpuMask gpus,
                                     double value_before);
 

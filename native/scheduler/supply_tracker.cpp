@@ -29,22 +29,22 @@ bool SupplyTracker::read_cluster_changes(const Cluster& cluster, WorkBudget& bud
   return true;
 }
 
-const NodeFillEstimate& SupplyTracker::find_or_update_node_fill(const Cluster& cluster, int number) {
+const ExpectedNodeFill& SupplyTracker::find_or_update_node_fill(const Cluster& cluster, int number) {
   const Node& node = cluster.nodes()[number];
   if (number >= static_cast<int>(tracked_nodes_.size()))
     tracked_nodes_.resize(static_cast<size_t>(number) + 1);
   TrackedNode& known = tracked_nodes_[number];
-  if (known.version == node.version) return known.fill_estimate;
+  if (known.version == node.version) return known.expected_fill;
   add_signed_to_totals(known, -1);
   const NodeFreeState state = node_free_state(node);
   known.version = node.version;
   known.is_schedulable = node.is_schedulable;
   known.gpu_model = node.gpu_model;
-  known.fill_estimate =
-      state.partly_free_gpu_count == 0 ? NodeFillEstimate{} : fill_estimator_.find_or_simulate_fill(state);
+  known.expected_fill =
+      state.partly_free_gpu_count == 0 ? ExpectedNodeFill{} : fill_estimator_.find_or_simulate_fill(state);
   gpu_models_of_nodes_ |= uint64_t{1} << node.gpu_model;
   add_signed_to_totals(known, 1);
-  return known.fill_estimate;
+  return known.expected_fill;
 }
 
 int64_t SupplyTracker::total_fill_milli(GpuModelMask gpu_models) const {
@@ -63,10 +63,10 @@ int64_t SupplyTracker::total_multi_gpu_capacity_milli(GpuModelMask gpu_models, s
 
 void SupplyTracker::add_signed_to_totals(const TrackedNode& known, int sign) {
   if (!known.is_schedulable) return;
-  totals_by_gpu_model_[known.gpu_model].filled_milli_total += sign * known.fill_estimate.filled_milli_total;
+  totals_by_gpu_model_[known.gpu_model].filled_milli_total += sign * known.expected_fill.filled_milli_total;
   for (size_t j = 0; j < multi_gpu_request_sizes().size(); ++j) {
     totals_by_gpu_model_[known.gpu_model].multi_gpu_capacity_milli[j] +=
-        sign * known.fill_estimate.multi_gpu_capacity_milli[j];
+        sign * known.expected_fill.multi_gpu_capacity_milli[j];
   }
 }
 

@@ -19,9 +19,9 @@ class SupplyTracker {
   // Reads the changes of the cluster; false if the budget is exhausted and changes are left.
   bool read_cluster_changes(const Cluster& cluster, WorkBudget& budget);
   // For a node in its current state. The reference is valid until the next call.
-  const NodeFillEstimate& find_or_update_node_fill(const Cluster& cluster, int number);
+  const ExpectedNodeFill& find_or_update_node_fill(const Cluster& cluster, int number);
   // For any state, as of NodeFillEstimator.
-  const NodeFillEstimate& find_or_simulate_fill_of_state(const NodeFreeState& state) {
+  const ExpectedNodeFill& find_or_simulate_fill_of_state(const NodeFreeState& state) {
     return fill_estimator_.find_or_simulate_fill(state);
   }
   const std::vector<int>& multi_gpu_request_sizes() const {
@@ -38,14 +38,14 @@ class SupplyTracker {
     uint32_t version = 0;
     bool is_schedulable = false;
     int gpu_model = 0;
-    NodeFillEstimate fill_estimate;
+    ExpectedNodeFill expected_fill;
   };
 
   void add_signed_to_totals(const TrackedNode& known, int sign);
 
   NodeFillEstimator fill_estimator_;
   std::vector<TrackedNode> tracked_nodes_;
-  std::array<NodeFillEstimate, kGpuModelsMax> totals_by_gpu_model_{};
+  std::array<ExpectedNodeFill, kGpuModelsMax> totals_by_gpu_model_{};
   GpuModelMask gpu_models_of_nodes_ = 0;  // bit mask of the models of the known nodes
   int read_nodes_end_ = 0;                // nodes below this one were read
   uint64_t change_log_position_ = 0;      // position in the change log of the cluster
