@@ -9,51 +9,53 @@ namespace genie {
 namespace {
 
 // The published scores divide by the largest node of their cluster.
-constexpr double kCpuMilliMax = 128000;
-constexpr double kGpuMilliMax = 8000;
+constexpr double kLargestNodeCpuMilli = 128000;
+constexpr double kLargestNodeGpuMilli = 8000;
 constexpr int kScoreMax = 100;
 
 // Scores nodes and uses the tightest GPUs.
-class ScoredPolicy : public Policy {
+class TightestGpusPolicy : public PlacementPolicy {
  public:
-  std::optional<Candidate> evaluate(const Cluster& cluster, int number, const RequestClass& request,
-                                    uint32_t tenant) override {
+  std::optional<PlacementCandidate> evaluate_node(const Cluster& cluster, int number,
+                                                  const RequestClass& request, uint32_t tenant) override {
     const Node& node = cluster.nodes()[number];
     if (!fits_except_gpus(node, number, request)) return std::nullopt;
-    const uint16_t gpus = choose_tightest_gpus(node, request, tenant);
-    if (request.gpus > 0 && gpus == 0) return std::nullopt;
-    return candidate_from_score(score(node, request, gpus), node, gpus);
+    const GpuMask gpus = choose_tightest_gpus(node, request, tenant);
+    if (request.gpu_count > 0 && gpus == 0) return std::nullopt;
+    return candidate_from_score(score_node(node, request, gpus), node, gpus);
   }
 
  private:
-  virtual int score(const Node& node, const RequestClass& request, uint16_t gpus) const = 0;
+  virtual int score_node(const Node& node, const RequestClass& request, GpuMask gpus) const = 0;
 };
 
-class DotProductPolicy final : public ScoredPolicy {
-  int score(const Node& node, const RequestClass& request, uint16_t) const override {
-    const double cpu = node.free_cpu_milli / kCpuMilliMax * (request.cpu_milli / kCpuMilliMax);
-    const double gpu = node.free_gpu_milli() / kGpuMilliMax * (request.total_gpu_milli() / kGpuMilliMax);
+class DotProductPolicy final : public TightestGpusPolicy {
+  int score_node(const Node& node, const RequestClass& request, GpuMask) const override {
+    const double cpu =
+        node.free_cpu_milli / kLargestNodeCpuMilli * (request.cpu_milli / kLargestNodeCpuMilli);
+    const double gpu = node.total_free_gpu_milli() / kLargestNodeGpuMilli *
+                       (request.total_gpu_milli() / kLargestNodeGpuMilli);
     return static_cast<int>(kScoreMax * (1 - (cpu + gpu) / 2));
   }
 };
 
-class ClusteringPolicy final : public ScoredPolicy {
-  int score(const Node& node, const RequestClass& request, uint16_t) const override {
-    if (request.gpus == 0) return 0;
-    const int full = kScoreMax / 4 * (static_cast<int>(kGpuMilliMax) - node.free_gpu_milli()) /
-                     static_cast<int>(kGpuMilliMax);
-    const auto kinds =
-        std::count_if(node.held_requests.begin(), node.held_requests.end(), [](uint16_t n) { return n > 0; });
-    if (node.held_requests[request.requests_gpu_fraction() ? 0 : request.gpus] > 0) {
+class ClusteringPolicy final : public TightestGpusPolicy {
+  int score_node(const Node& node, const RequestClass& request, GpuMask) const override {
+    if (request.gpu_count == 0) return 0;
+    const int full = kScoreMax / 4 * (static_cast<int>(kLargestNodeGpuMilli) - node.total_free_gpu_milli()) /
+                     static_cast<int>(kLargestNodeGpuMilli);
+    const auto kinds = std::count_if(node.held_requests_by_gpu_count.begin(),
+                                     node.held_requests_by_gpu_count.end(), [](uint16_t n) { return n > 0; });
+    if (node.held_requests_by_gpu_count[request.requests_gpu_fraction() ? 0 : request.gpu_count] > 0) {
       return full + (kinds == 1 ? kScoreMax * 3 / 4 : kScoreMax * 2 / 4);
     }
     return full + (kinds == 0 ? kScoreMax / 4 : 0);
   }
 };
 
-class PackingPolicy final : public ScoredPolicy {
-  int score(const Node& node, const RequestClass& request, uint16_t gpus) const override {
-    if (request.gpus == 0) return 0;
+class PackingPolicy final : public TightestGpusPolicy {
+  int score_node(const Node& node, const RequestClass& request, GpuMask gpus) const override {
+    if (request.gpu_count == 0) return 0;
     const int whole = node.count_free_whole_gpus();
     if (whole == node.gpu_count) return std::max(kScoreMax / 3 - whole, whole);
     int whole_used = 0;
@@ -68,19 +70,19 @@ class PackingPolicy final : public ScoredPolicy {
   }
 };
 
-class BestFitPolicy final : public ScoredPolicy {
-  int score(const Node& node, const RequestClass& request, uint16_t) const override {
-    const double cpu = (node.free_cpu_milli - request.cpu_milli) / kCpuMilliMax * 0.5;
-    const double gpu = (node.free_gpu_milli() - request.total_gpu_milli()) / kGpuMilliMax * 0.5;
+class BestFitPolicy final : public TightestGpusPolicy {
+  int score_node(const Node& node, const RequestClass& request, GpuMask) const override {
+    const double cpu = (node.free_cpu_milli - request.cpu_milli) / kLargestNodeCpuMilli * 0.5;
+    const double gpu = (node.total_free_gpu_milli() - request.total_gpu_milli()) / kLargestNodeGpuMilli * 0.5;
     return static_cast<int>((1.0 - (cpu + gpu)) * kScoreMax);
   }
 };
 
 }  // namespace
 
-std::unique_ptr<Policy> make_dotprod() { return std::make_unique<DotProductPolicy>(); }
-std::unique_ptr<Policy> make_clustering() { return std::make_unique<ClusteringPolicy>(); }
-std::unique_ptr<Policy> make_packing() { return std::make_unique<PackingPolicy>(); }
-std::unique_ptr<Policy> make_bestfit() { return std::make_unique<BestFitPolicy>(); }
+std::unique_ptr<PlacementPolicy> make_dot_product_policy() { return std::make_unique<DotProductPolicy>(); }
+std::unique_ptr<PlacementPolicy> make_clustering_policy() { return std::make_unique<ClusteringPolicy>(); }
+std::unique_ptr<PlacementPolicy> make_packing_policy() { return std::make_unique<PackingPolicy>(); }
+std::unique_ptr<PlacementPolicy> make_best_fit_policy() { return std::make_unique<BestFitPolicy>(); }
 
 }  // namespace genie

@@ -13,11 +13,11 @@ namespace genie {
 constexpr int kRequestCapacityMax = 65535;
 
 // Sets of GPUs are bit masks.
-uint16_t usable_gpus(const Node& node, const RequestClass& request, uint32_t tenant);
+GpuMask find_usable_gpus(const Node& node, const RequestClass& request, uint32_t tenant);
 // The GPUs with the least free share; 0 if too few fit.
-uint16_t choose_tightest_gpus(const Node& node, const RequestClass& request, uint32_t tenant);
+GpuMask choose_tightest_gpus(const Node& node, const RequestClass& request, uint32_t tenant);
 // One of several equal GPUs.
-uint16_t choose_closest_of_equal(const Node& node, uint16_t equal_gpus);
+GpuMask choose_closest_gpu(const Node& node, GpuMask equal_gpus);
 // An upper bound of the number of such requests that fit, given that one fits.
 int request_capacity(const Node& node, const RequestClass& request, uint32_t tenant);
 

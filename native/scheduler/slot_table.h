@@ -15,7 +15,7 @@ template <class Item>
 class SlotTable {
  public:
   SlotTable(std::string item_name, size_t count_max)
-      : item_name_(std::move(item_name)), count_max_(count_max) {}
+      : item_name_(std::move(item_name)), item_count_max_(count_max) {}
 
   int add(Item item) {
     if (!free_numbers_.empty()) {
@@ -24,8 +24,9 @@ class SlotTable {
       items_[number] = std::move(item);
       return number;
     }
-    if (items_.size() >= count_max_) {
-      throw UsageError(item_name_ + " limit of " + std::to_string(count_max_) + " reached; drop one first");
+    if (items_.size() >= item_count_max_) {
+      throw UsageError(item_name_ + " limit of " + std::to_string(item_count_max_) +
+                       " reached; drop one first");
     }
     items_.push_back(std::move(item));
     return static_cast<int>(items_.size()) - 1;
@@ -53,7 +54,7 @@ class SlotTable {
 
  private:
   std::string item_name_;
-  size_t count_max_;
+  size_t item_count_max_;
   std::vector<std::optional<Item>> items_;
   std::set<int> free_numbers_;
 };

@@ -4,6 +4,6 @@
 
 namespace genie {
 
-constexpr int kSmoothing = 2;
+constexpr int kHalvesPerRequest = 2;
 
 }  // namespace genie

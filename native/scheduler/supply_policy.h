@@ -12,12 +12,12 @@
 namespace genie {
 
 struct SupplyOptions {
-  double gamma = 0.05;           // the weight of multi-GPU capacity
-  bool by_model = true;          // false: one pressure for all models, for ablation
-  int sequence_length_max = 60;  // maximum length of a simulated sequence
+  double multi_gpu_capacity_weight = 0.05;
+  bool separates_gpu_models = true;  // false: one pressure for all models, for ablation
+  int simulated_arrivals_max = 60;   // per sequence
 };
 
-class SupplyPolicy final : public Policy {
+class SupplyPolicy final : public PlacementPolicy {
  public:
   // Learns from the last requests, oldest first, including those without GPUs.
   SupplyPolicy(const Cluster& cluster, const std::vector<RequestClass>& history,
@@ -27,38 +27,41 @@ class SupplyPolicy final : public Policy {
 
   // Computes the weights for the current supply, once; false if the budget was exhausted before. Call it
   // until it returns true, before anything else.
-  bool prepare(const Cluster& cluster, WorkBudget& budget);
-  std::optional<Candidate> evaluate(const Cluster& cluster, int number, const RequestClass& request,
-                                    uint32_t tenant) override;
-  uint64_t simulation_count() const override { return tracker_->simulation_count(); }
-  // Reads the changes of the cluster for is_stale(); false if the budget was exhausted before.
-  bool update_supply(const Cluster& cluster, WorkBudget& budget) { return tracker_->update(cluster, budget); }
+  bool update_supply_and_compute_weights(const Cluster& cluster, WorkBudget& budget);
+  std::optional<PlacementCandidate> evaluate_node(const Cluster& cluster, int number,
+                                                  const RequestClass& request, uint32_t tenant) override;
+  uint64_t fill_simulation_count() const override { return supply_tracker_->fill_simulation_count(); }
+  // Reads the changes of the cluster for are_weights_stale(); false if the budget was exhausted before.
+  bool update_supply(const Cluster& cluster, WorkBudget& budget) {
+    return supply_tracker_->read_cluster_changes(cluster, budget);
+  }
   // Whether the supply of a group has changed too much since the weights were computed.
-  bool is_stale() const;
+  bool are_weights_stale() const;
 
  private:
   // Requests for a number of GPUs of these models.
   struct DemandGroup {
-    uint64_t models_mask;
-    int gpus;
-    int64_t requested_gpu_milli;
-    int64_t supply = 0;  // when the weights were computed
+    GpuModelMask allowed_gpu_models;
+    int gpu_count;
+    int64_t demand_gpu_milli;
+    int64_t supply_milli_when_weighted = 0;
   };
 
   void estimate_demand(const Cluster& cluster, const std::vector<RequestClass>& history);
-  void add_demand(uint64_t models_mask, int gpus, int64_t requested_gpu_milli);
+  void add_demand(GpuModelMask gpu_models, int gpus, int64_t requested_gpu_milli);
   void compute_weights();
-  int64_t current_supply(const DemandGroup& group) const;
-  size_t multi_gpu_count_index(int gpus) const;
+  int64_t current_supply_milli(const DemandGroup& group) const;
+  size_t multi_gpu_size_index(int gpus) const;
   double weighted_node_value(const ExpectedNodeFill& fill, int model) const;
-  Candidate make_candidate(const Node& node, const RequestClass& request, uint16_t gpus, double value_before);
+  PlacementCandidate make_candidate(const Node& node, const RequestClass& request, GpuMask gpus,
+                                    double value_before);
 
   SupplyOptions options_;
-  std::shared_ptr<SupplyTracker> tracker_;  // shared with policies of the same demand
+  std::shared_ptr<SupplyTracker> supply_tracker_;  // shared with policies of the same demand
   std::vector<DemandGroup> demand_groups_;
   bool has_weights_ = false;
-  std::array<double, kModelsMax> fill_weights_{};
-  std::array<std::array<double, kMultiGpuCountsMax>, kModelsMax> capacity_weights_{};
+  std::array<double, kGpuModelsMax> fill_weight_by_gpu_model_{};
+  std::array<std::array<double, kMultiGpuRequestSizesMax>, kGpuModelsMax> capacity_weights_by_gpu_model_{};
 };
 
 }  // namespace genie

@@ -6,7 +6,7 @@
 
 namespace genie {
 
-constexpr int64_t kUnlimitedWork = std::numeric_limits<int64_t>::max();
+constexpr int64_t kUnlimitedWorkUnits = std::numeric_limits<int64_t>::max();
 
 // The unit is the evaluation of a request on a node. Work that takes longer is charged with more.
 class WorkBudget {

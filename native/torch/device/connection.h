@@ -44,16 +44,16 @@ using ResumeFunction = std::function<ResumeResult(uint64_t replies_received)>;
 using FetchTokenFunction = std::function<std::string(uint64_t number)>;
 
 struct ConnectionOptions {
-  int index = 0;
-  std::string device_name;       // "remote_accelerator:0"
-  std::string executor;          // node and job of the executor, for messages
-  std::string accelerator_kind;  // torch's name of the executor's accelerator: "cpu", "cuda"
+  int device_index = 0;
+  std::string device_name;           // "remote_accelerator:0"
+  std::string executor_description;  // node and job of the executor, for messages
+  std::string accelerator_kind;      // torch's name of the executor's accelerator: "cpu", "cuda"
   double op_timeout_s = 600;
-  bool blocking = false;  // wait for every op, so that its error is raised at the call
+  bool waits_for_every_op = false;  // so that its error is raised at the call
   uint32_t ops_per_frame_max = 32;
   std::string host;  // address for other executors, with the next two
   uint32_t port = 0;
-  std::string server_name;
+  std::string tls_server_name;
 };
 
 struct ConnectionCounters {
@@ -63,11 +63,11 @@ struct ConnectionCounters {
 };
 
 // A reply that a thread waits for. The payload is written to `destination` if that is set, else to `payload`.
-// `needs_binding`: it is the reply to a DynamicOp, whose outputs must be bound.
+// `needs_output_binding`: it is the reply to a DynamicOp, whose outputs must be bound.
 struct PendingReply {
   void* destination = nullptr;
   uint64_t destination_bytes = 0;
-  bool needs_binding = false;
+  bool needs_output_binding = false;
   std::vector<uint8_t> payload;
   ReplyKind kind = ReplyKind::Reply;
   bool is_done = false;
@@ -84,15 +84,15 @@ class Connection final : public c10::intrusive_ptr_target {
 
   const ConnectionOptions& options() const { return options_; }
   bool executor_uses_cuda() const { return options_.accelerator_kind == "cuda"; }
-  bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
-  [[noreturn]] void raise_lost() const;
+  bool is_session_lost() const { return is_session_lost_.load(std::memory_order_acquire); }
+  [[noreturn]] void raise_session_lost() const;
 
   // Holds the lock for writing records. Raises if the connection is lost. Waits first while the window is
   // full, so that a signal cannot interrupt a half-written record.
   class LockedRecordWriter {
    public:
     explicit LockedRecordWriter(Connection& connection);
-    WireWriter& records() { return connection_.records_; }
+    WireWriter& records() { return connection_.next_frame_records_; }
     uint32_t assign_storage_number();
     // Raises unless `count` new storages are available.
     void check_storage_numbers_left(uint64_t count);
@@ -105,17 +105,17 @@ class Connection final : public c10::intrusive_ptr_target {
     // As finish_record, and sends the frame at once.
     void finish_record_and_send_frame();
     // The next record starts a new frame.
-    void begin_frame() { connection_.seal_frame(); }
+    void finish_current_frame() { connection_.queue_records_as_frame(); }
     // As finish_record_and_send_frame, for a FetchParcel. When the fetch has ended, or this connection is
     // lost, `source` drops the parcel. Raises if this connection is lost.
     void finish_fetch_parcel_record(ConnectionPtr source, uint64_t parcel_number, uint64_t bytes);
     // As finish_record_and_send_frame, for a record that requests a reply. Returns the number of the reply.
-    uint64_t finish_request(PendingReply& reply);
+    uint64_t finish_record_and_request_reply(PendingReply& reply);
     // Lets other threads write. Not within a record.
-    void release() {
+    void unlock() {
       if (lock_.owns_lock()) lock_.unlock();
     }
-    void acquire();
+    void lock_again();
 
    private:
     void wait_for_send_window();
@@ -132,12 +132,12 @@ class Connection final : public c10::intrusive_ptr_target {
   void discard_outputs(uint64_t reply_number, uint32_t output_count);
   // Uploads: the record, then the bytes, which the caller owns. Returns when they have arrived. After a
   // signal, bytes that were not sent yet arrive as zeros.
-  void send_bytes(const std::function<void(WireWriter&)>& write_record, const void* data,
-                  uint64_t size_bytes);
+  void send_upload(const std::function<void(WireWriter&)>& write_record, const void* data,
+                   uint64_t size_bytes);
   // Waits until this executor may fetch `more_bytes` from others.
   void wait_for_fetch_window(uint64_t more_bytes);
   // Takes the GIL.
-  std::string make_fetch_token(uint64_t parcel_number) const { return fetch_token_(parcel_number); }
+  std::string make_fetch_token(uint64_t parcel_number) const { return fetch_token_function_(parcel_number); }
   // Never waits, never raises. The parcel is no longer needed, fetched or not.
   void drop_parcel(uint64_t parcel_number) noexcept;
   // Never waits, never raises.
@@ -148,10 +148,10 @@ class Connection final : public c10::intrusive_ptr_target {
   class DeferredFlush {
    public:
     explicit DeferredFlush(Connection& connection) : connection_(connection) {
-      connection_.deferred_flushes_++;
+      connection_.deferred_flush_count_++;
     }
     ~DeferredFlush() {
-      connection_.deferred_flushes_--;
+      connection_.deferred_flush_count_--;
       connection_.flush();
     }
     DeferredFlush(const DeferredFlush&) = delete;
@@ -167,8 +167,8 @@ class Connection final : public c10::intrusive_ptr_target {
   // again. Storages that the graph reads stay alive with it, and it owns the numbers of those that it
   // creates. Ops that cannot be part of a graph raise; end_graph must be called in any case. Other threads
   // wait until the recording has ended; they raise when the recording thread, named `thread_name`, has not
-  // used the connection for `recorder_idle_s_max`, because it may be waiting for them.
-  uint32_t begin_graph(const std::string& thread_name, double recorder_idle_s_max);
+  // used the connection for `recording_thread_idle_s_max`, because it may be waiting for them.
+  uint32_t begin_graph(const std::string& thread_name, double recording_thread_idle_s_max);
   // `action`: GRAPH_DISCARD, GRAPH_KEEP or GRAPH_COMPILE.
   void end_graph(uint32_t action);
   void replay_graph(uint32_t graph);
@@ -187,7 +187,7 @@ class Connection final : public c10::intrusive_ptr_target {
   size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
   bool is_recording_thread() const {
-    return is_recording_ && recorder_thread_id_.load() == std::this_thread::get_id();
+    return is_recording_ && recording_thread_id_.load() == std::this_thread::get_id();
   }
   // Whether this thread is recording, and the graph creates the storage.
   bool is_created_by_recording(uint32_t storage) const;
@@ -195,9 +195,9 @@ class Connection final : public c10::intrusive_ptr_target {
   void check_not_recording(const char* operation) const;
 
   // The executor violated the protocol: closes the session and raises.
-  [[noreturn]] void fail_session(const ProtocolError& error);
+  [[noreturn]] void fail_session_and_raise(const ProtocolError& error);
 
-  // Ends the session, waiting at most CLOSE_TIMEOUT, and stops the sender thread.
+  // Ends the session, waiting at most REMOTE_CLOSE_TIMEOUT, and stops the sender thread.
   void close(const std::string& reason);
   // In a forked child: the connection belongs to the parent. Touches neither locks nor the socket.
   void abandon_after_fork(const std::string& reason) noexcept;
@@ -205,51 +205,51 @@ class Connection final : public c10::intrusive_ptr_target {
  private:
   struct OutgoingFrame {
     std::vector<uint8_t> bytes;                 // header and payload, or the header alone
-    const uint8_t* external_payload = nullptr;  // payload owned by a thread that waits in send_bytes
-    uint64_t external_bytes = 0;
+    const uint8_t* external_payload = nullptr;  // payload owned by a thread that waits in send_upload
+    uint64_t external_payload_bytes = 0;
     uint64_t number = 0;
     uint64_t sent_bytes = 0;
-    uint64_t size() const { return bytes.size() + external_bytes; }
+    uint64_t size() const { return bytes.size() + external_payload_bytes; }
   };
 
   // A reply whose header has arrived, but not all of its payload.
   struct IncomingReply {
     ReplyHeader header;
     uint64_t received_bytes = 0;
-    bool to_waiting_thread = false;  // the payload goes to the memory of the waiting thread
-    bool is_started = false;
+    bool goes_to_waiting_thread = false;  // the payload goes to the memory of the waiting thread
+    bool is_header_received = false;
     std::vector<uint8_t> payload;
   };
 
   // A reply that is due after its wait was interrupted.
   struct AbandonedReply {
     uint64_t destination_bytes = 0;
-    bool needs_binding = false;
+    bool needs_output_binding = false;
   };
 
   // A FetchParcel that may not have ended yet.
   struct PendingFetch {
     uint64_t frame_number;
-    ConnectionPtr source;
-    uint64_t parcel;
+    ConnectionPtr source_connection;
+    uint64_t parcel_number;
     uint64_t bytes;
   };
 
   struct GraphStorages {
-    std::vector<uint32_t> freed_storages;                      // created in it and freed since
-    std::unordered_map<uint32_t, c10::Storage> used_storages;  // existing before, kept alive
-    std::unordered_set<uint32_t> written_storages;             // of those, the ones it writes to
+    std::vector<uint32_t> freed_created_storages;                     // created in it and freed since
+    std::unordered_map<uint32_t, c10::Storage> preexisting_storages;  // kept alive
+    std::unordered_set<uint32_t> written_preexisting_storages;        // of those, the ones it writes to
   };
 
   void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
-  void complete_fetches(uint64_t frames_received);  // mutex_ held
+  void move_completed_fetches(uint64_t frames_received);  // mutex_ held
   static void drop_fetched_parcels(
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
-  void forget_freed_graph(uint32_t graph_number);
+  void release_graph_numbers_and_storages(uint32_t graph_number);
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t next_free_storage_number();          // mutex_ held
-  void free_generator_now(uint32_t generator);  // mutex_ held
-  void seal_frame();                            // mutex_ held
+  uint32_t take_free_storage_number();            // mutex_ held
+  void write_free_generator(uint32_t generator);  // mutex_ held
+  void queue_records_as_frame();                  // mutex_ held
   void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
                    bool is_external_payload);          // mutex_ held
   void send_frames_nowait() noexcept;                  // mutex_ not held
@@ -257,46 +257,46 @@ class Connection final : public c10::intrusive_ptr_target {
   bool try_send_queued_frames();                       // send_mutex_ held; false when the socket is full
   size_t write_frame_bytes(const uint8_t* data, uint64_t size_bytes);  // likewise
   static int64_t reply_spin_duration_us();                             // how long to poll before sleeping
-  void wake_sender();                                                  // mutex_ held
+  void wake_sender_thread();                                           // mutex_ held
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
-  void abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
-  void queue_unbound_reply(uint64_t reply_number, uint32_t output_count);  // mutex_ held
-  void free_unbound_outputs();                                             // mutex_ held
+  void abandon_pending_reply(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
+  void queue_unbound_outputs(uint64_t reply_number, uint32_t output_count);  // mutex_ held
+  void bind_and_free_unbound_outputs();                                      // mutex_ held
   void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
   bool exceeds_send_window() const;  // mutex_ held
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
-  bool try_read_replies(int64_t timeout_us);
-  bool receive_at_least(size_t needed_bytes, int64_t timeout_us);       // read_mutex_ held
-  void begin_reply_payload(const ReplyHeader& header);                  // likewise
-  bool read_payload(int64_t timeout_us);                                // likewise
-  void handle_fatal_reply();                                            // likewise
+  bool try_read_replies_as_reader(int64_t timeout_us);
+  bool fill_read_buffer(size_t needed_bytes, int64_t timeout_us);       // read_mutex_ held
+  void begin_reading_payload(const ReplyHeader& header);                // likewise
+  bool read_payload_part(int64_t timeout_us);                           // likewise
+  void mark_lost_by_fatal_reply();                                      // likewise
   void deliver_reply();                                                 // likewise
   void check_acknowledged_frame_count(uint64_t frames_received) const;  // mutex_ held
   void drop_acknowledged_frames(uint64_t frames_received);              // mutex_ held
-  void mark_broken(const std::string& why) noexcept;
+  void mark_disconnected(const std::string& why) noexcept;
   void resume_connection();
   void update_last_received_time();
   void flush_and_wait_for_remote_close() noexcept;
-  void mark_lost(const std::string& reason) noexcept;
+  void mark_session_lost(const std::string& reason) noexcept;
   [[noreturn]] void raise_reply_error(const PendingReply& reply);
 
   const ConnectionOptions options_;
-  ResumeFunction resume_;
-  FetchTokenFunction fetch_token_;
+  ResumeFunction resume_function_;
+  FetchTokenFunction fetch_token_function_;
 
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
-  WireWriter records_;
-  uint32_t pending_record_count_ = 0;
-  std::deque<OutgoingFrame>
-      frames_;  // not acknowledged; those from `first_unsent_frame_` on are not sent whole
-  size_t first_unsent_frame_ = 0;
+  WireWriter next_frame_records_;
+  uint32_t next_frame_record_count_ = 0;
+  std::deque<OutgoingFrame> unacknowledged_frames_;  // those from
+                                                     // `first_unsent_frame_index_` on are not sent whole
+  size_t first_unsent_frame_index_ = 0;
   uint64_t unacknowledged_bytes_ = 0;
-  uint64_t last_acknowledged_frame_ = 0;  // the last frame that the executor acknowledged
-  uint64_t frames_created_ = 0;
+  uint64_t last_acknowledged_frame_number_ = 0;
+  uint64_t created_frame_count_ = 0;
   uint64_t replies_requested_ = 0;
   uint64_t last_parcel_number_ = 0;              // last number that this executor has published
   std::deque<PendingFetch> pending_fetches_;     // by frame
@@ -305,39 +305,42 @@ class Connection final : public c10::intrusive_ptr_target {
   std::atomic<uint64_t> replies_received_{0};
   std::map<uint64_t, PendingReply*> pending_replies_;
   std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
-  std::vector<std::pair<uint64_t, uint32_t>> unbound_replies_;  // number of the reply, count of outputs
+  std::vector<std::pair<uint64_t, uint32_t>> unbound_outputs_;  // number of the reply, count of outputs
   const PendingReply* reply_being_filled_ = nullptr;            // its memory is being written to
-  uint64_t frame_being_written_ = 0;                            // number of the frame that is being sent
-  uint32_t waiting_for_buffers_ = 0;  // threads that wait for `reply_being_filled_` or `frame_being_written_`
-  bool is_window_full_ = false;
+  uint64_t frame_number_being_written_ = 0;
+  uint32_t threads_waiting_for_buffers_ =
+      0;  // threads that wait for `reply_being_filled_` or `frame_number_being_written_`
+  bool is_send_window_full_ = false;
   std::vector<uint32_t> free_storage_numbers_;
   uint32_t next_storage_number_ = 1;
-  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graphs_;
-  std::unordered_map<uint32_t, GraphStorages*> graph_of_storage_;  // owner of storage numbers
+  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
+  std::unordered_map<uint32_t, GraphStorages*> graph_by_created_storage_;  // owner of storage numbers
   std::vector<uint32_t> free_graph_numbers_;
-  std::vector<uint32_t> graphs_to_free_, generators_to_free_;  // freed when the recording has ended
+  std::vector<uint32_t> graphs_to_free_after_recording_,
+      generators_to_free_after_recording_;  // freed when the recording has ended
   uint32_t next_graph_number_ = 0;
-  GraphStorages* recording_graph_ = nullptr;  // one of graphs_
+  GraphStorages* recording_graph_ = nullptr;  // one of graph_storages_by_number_
   uint32_t recording_graph_number_ = 0;
   std::atomic<bool> is_recording_{false};
-  std::atomic<std::thread::id> recorder_thread_id_;
-  std::atomic<std::chrono::steady_clock::time_point> recorder_last_active_at_;  // last use of this connection
-  std::string recorder_name_;
-  double recorder_idle_s_max_ = 0;
+  std::atomic<std::thread::id> recording_thread_id_;
+  std::atomic<std::chrono::steady_clock::time_point>
+      recording_thread_active_at_;  // last use of this connection
+  std::string recording_thread_name_;
+  double recording_thread_idle_s_max_ = 0;
   std::vector<uint32_t> free_generator_numbers_;
   uint32_t next_generator_number_ = 1;
-  std::vector<std::vector<uint8_t>> spare_buffers_, large_spare_buffers_;
+  std::vector<std::vector<uint8_t>> spare_frame_buffers_, large_spare_frame_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;
-  bool is_sender_asleep_ = false;
-  std::atomic<int> deferred_flushes_{0};
-  int waiting_readers_ = 0;
-  bool is_stopping_ = false;
-  bool is_broken_ = false;
-  std::string broken_reason_;
-  std::atomic<bool> is_lost_{false};
-  std::atomic<bool> is_abandoned_{false};
-  std::string lost_reason_;
+  bool is_sender_thread_asleep_ = false;
+  std::atomic<int> deferred_flush_count_{0};
+  int threads_waiting_for_reader_ = 0;
+  bool is_closing_ = false;
+  bool is_disconnected_ = false;
+  std::string disconnect_reason_;
+  std::atomic<bool> is_session_lost_{false};
+  std::atomic<bool> is_abandoned_after_fork_{false};
+  std::string session_lost_reason_;
   std::atomic<std::chrono::steady_clock::time_point> last_received_at_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
@@ -345,7 +348,7 @@ class Connection final : public c10::intrusive_ptr_target {
   std::shared_ptr<Stream> stream_;
   IncomingReply incoming_reply_;
   std::vector<uint8_t> read_buffer_;
-  size_t read_start_ = 0, read_end_ = 0;
+  size_t read_buffer_start_ = 0, read_buffer_end_ = 0;
   std::thread sender_thread_;
 };
 

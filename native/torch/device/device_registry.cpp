@@ -10,7 +10,7 @@ namespace genie {
 
 namespace {
 
-thread_local int current_index = 0;
+thread_local int current_device_index = 0;
 
 }  // namespace
 
@@ -28,8 +28,8 @@ void DeviceRegistry::attach_devices(int count, OpenConnectionFunction open) {
   connections_.resize(static_cast<size_t>(count));
   for (size_t i = 0; i < std::min(replaced.size(), connections_.size()); i++)
     connections_[i].swap(replaced[i]);
-  while (generators_.size() < static_cast<size_t>(count)) {
-    generators_.push_back(make_default_generator(static_cast<int>(generators_.size())));
+  while (default_generators_.size() < static_cast<size_t>(count)) {
+    default_generators_.push_back(make_default_generator(static_cast<int>(default_generators_.size())));
   }
   device_count_ = count;
 }
@@ -45,20 +45,20 @@ void DeviceRegistry::detach_devices() {
   }
 }
 
-int DeviceRegistry::current_device() const { return current_index; }
+int DeviceRegistry::current_device() const { return current_device_index; }
 
 void DeviceRegistry::set_current_device(int index) {
   if (index < 0) return;
-  check_index(index);
-  current_index = index;
+  check_device_index(index);
+  current_device_index = index;
 }
 
 void DeviceRegistry::set_current_device_unchecked(int index) noexcept {
-  if (index >= 0) current_index = index;
+  if (index >= 0) current_device_index = index;
 }
 
 // The Python registry, if attached, raises the error.
-void DeviceRegistry::check_index(int index) {
+void DeviceRegistry::check_device_index(int index) {
   if (index < device_count()) return;
   OpenConnectionFunction open;
   {
@@ -69,29 +69,29 @@ void DeviceRegistry::check_index(int index) {
     open(index);  // raises, unless the index was added meanwhile
     return;
   }
-  raise("session.not_initialized",
-        "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
+  raise_python_error("session.not_initialized",
+                     "remote_accelerator needs a session with a cluster; call `await genie.init(...)` first");
 }
 
 ConnectionPtr DeviceRegistry::find_open_connection(int index) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (index < 0 || static_cast<size_t>(index) >= connections_.size()) return {};
   const ConnectionPtr& found = connections_[static_cast<size_t>(index)];
-  return found && !found->is_lost() ? found : ConnectionPtr();
+  return found && !found->is_session_lost() ? found : ConnectionPtr();
 }
 
 ConnectionPtr DeviceRegistry::get_or_open_connection(int index) {
   // torch stores an index in eight bits; larger ones arrive as negative numbers.
-  if (index < -1) raise("device.unavailable", "the largest device index is 126");
-  if (index < 0) index = current_index;
+  if (index < -1) raise_python_error("device.unavailable", "the largest device index is 126");
+  if (index < 0) index = current_device_index;
   if (ConnectionPtr found = find_open_connection(index)) return found;
-  check_index(index);
+  check_device_index(index);
   OpenConnectionFunction open;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     open = open_connection_function_;
   }
-  if (!open) check_index(device_count());
+  if (!open) check_device_index(device_count());
   ConnectionPtr opened = open(index), before;
   std::lock_guard<std::mutex> lock(mutex_);
   if (static_cast<size_t>(index) < connections_.size()) {
@@ -101,10 +101,10 @@ ConnectionPtr DeviceRegistry::get_or_open_connection(int index) {
 }
 
 const at::Generator& DeviceRegistry::default_generator(int index) {
-  if (index < 0) index = current_index;
-  check_index(index);
+  if (index < 0) index = current_device_index;
+  check_device_index(index);
   std::lock_guard<std::mutex> lock(mutex_);
-  return generators_[static_cast<size_t>(index)];
+  return default_generators_[static_cast<size_t>(index)];
 }
 
 }  // namespace genie

@@ -34,13 +34,13 @@ class DeviceRegistry {
   const at::Generator& default_generator(int index);
 
  private:
-  void check_index(int index);
+  void check_device_index(int index);
 
   std::mutex mutex_;
   std::atomic<int> device_count_{0};
   OpenConnectionFunction open_connection_function_;
   std::vector<ConnectionPtr> connections_;
-  std::deque<at::Generator> generators_;  // by index; references stay valid
+  std::deque<at::Generator> default_generators_;  // by index; references stay valid
 };
 
 DeviceRegistry& device_registry();

@@ -55,23 +55,23 @@ int64_t make_template_key_word(ArgumentKind kind, int64_t kind_specific_bits = 0
 
 // The first tensor of the call on the same storage, or -1.
 int64_t find_first_tensor_index_on_storage(OpCall& call, const c10::StorageImpl* storage) {
-  constexpr size_t FEW = 16;
-  if (call.tensors.size() <= FEW) {
-    for (size_t i = 0; i < call.tensors.size(); i++) {
-      const auto* impl = call.tensors[i]->unsafeGetTensorImpl();
+  constexpr size_t LINEAR_SEARCH_TENSORS_MAX = 16;
+  if (call.remote_tensors.size() <= LINEAR_SEARCH_TENSORS_MAX) {
+    for (size_t i = 0; i < call.remote_tensors.size(); i++) {
+      const auto* impl = call.remote_tensors[i]->unsafeGetTensorImpl();
       if (impl->unsafe_storage().unsafeGetStorageImpl() == storage) return static_cast<int64_t>(i);
     }
     return -1;
   }
-  if (call.first_tensor_on_storage.empty()) {
-    for (size_t i = 0; i < call.tensors.size(); i++) {
-      const auto* impl = call.tensors[i]->unsafeGetTensorImpl();
-      call.first_tensor_on_storage.emplace(impl->unsafe_storage().unsafeGetStorageImpl(),
-                                           static_cast<int64_t>(i));
+  if (call.first_tensor_index_by_storage.empty()) {
+    for (size_t i = 0; i < call.remote_tensors.size(); i++) {
+      const auto* impl = call.remote_tensors[i]->unsafeGetTensorImpl();
+      call.first_tensor_index_by_storage.emplace(impl->unsafe_storage().unsafeGetStorageImpl(),
+                                                 static_cast<int64_t>(i));
     }
   }
   auto [found, added] =
-      call.first_tensor_on_storage.emplace(storage, static_cast<int64_t>(call.tensors.size()));
+      call.first_tensor_index_by_storage.emplace(storage, static_cast<int64_t>(call.remote_tensors.size()));
   return added ? -1 : found->second;
 }
 
@@ -79,18 +79,19 @@ int64_t find_first_tensor_index_on_storage(OpCall& call, const c10::StorageImpl*
 void add_aliasing_to_key(OpCall& call, const c10::TensorImpl* impl) {
   int64_t first = find_first_tensor_index_on_storage(call, impl->unsafe_storage().unsafeGetStorageImpl());
   if (first < 0) return;
-  bool same = call.tensors[static_cast<size_t>(first)]->unsafeGetTensorImpl() == impl;
-  call.key.push_back(-2 * (first + 1) - (same ? 1 : 0));  // no other word at this position is negative
+  bool same = call.remote_tensors[static_cast<size_t>(first)]->unsafeGetTensorImpl() == impl;
+  call.template_key.push_back(-2 * (first + 1) -
+                              (same ? 1 : 0));  // no other word at this position is negative
 }
 
-void add_remote_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
+void add_remote_tensor_to_call(OpCall& call, const Tensor& tensor, bool is_written) {
   auto* impl = tensor.unsafeGetTensorImpl();
   StorageHandle& handle = storage_handle_of(*impl);
   if (!call.connection) {
     call.connection = handle.connection.get();
   } else if (call.connection != handle.connection.get()) {
-    if (handle.connection->is_lost()) handle.connection->raise_lost();
-    if (call.connection->is_lost()) call.connection->raise_lost();
+    if (handle.connection->is_session_lost()) handle.connection->raise_session_lost();
+    if (call.connection->is_session_lost()) call.connection->raise_session_lost();
     raise_different_devices(*call.connection, impl->device());
   }
   int64_t offset = impl->storage_offset();
@@ -99,33 +100,34 @@ void add_remote_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
   check_dimension_count(static_cast<int64_t>(dimensions));
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
-  call.key.push_back(
+  call.template_key.push_back(
       make_template_key_word(ArgumentKind::Tensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
                                                        flags << 8 | static_cast<int64_t>(dimensions) << 16));
-  size_t at = call.key.size();
-  call.key.resize(at + 2 * dimensions);
-  std::copy(sizes.begin(), sizes.end(), call.key.begin() + static_cast<ptrdiff_t>(at));
-  std::copy(strides.begin(), strides.end(), call.key.begin() + static_cast<ptrdiff_t>(at + dimensions));
+  size_t at = call.template_key.size();
+  call.template_key.resize(at + 2 * dimensions);
+  std::copy(sizes.begin(), sizes.end(), call.template_key.begin() + static_cast<ptrdiff_t>(at));
+  std::copy(strides.begin(), strides.end(),
+            call.template_key.begin() + static_cast<ptrdiff_t>(at + dimensions));
   add_aliasing_to_key(call, impl);
-  call.data.write_u32(handle.storage);
-  if (offset) call.data.write_i64(offset);
-  call.tensors.push_back(&tensor);
-  call.connection->track_storage_access(handle.storage, impl->unsafe_storage(), is_written);
+  call.record_data.write_u32(handle.storage_number);
+  if (offset) call.record_data.write_i64(offset);
+  call.remote_tensors.push_back(&tensor);
+  call.connection->track_storage_access(handle.storage_number, impl->unsafe_storage(), is_written);
 }
 
-void add_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
+void add_tensor_to_call(OpCall& call, const Tensor& tensor, bool is_written) {
   if (!tensor.defined()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::Undefined));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Undefined));
     return;
   }
   auto* impl = tensor.unsafeGetTensorImpl();
   if (impl->device().type() == DEVICE_TYPE) {
-    add_remote_tensor(call, tensor, is_written);
+    add_remote_tensor_to_call(call, tensor, is_written);
   } else if (impl->device().is_cpu() && impl->dim() == 0 && !is_written && impl->layout() == at::kStrided) {
-    call.key.push_back(make_template_key_word(ArgumentKind::ScalarTensor,
-                                              static_cast<int64_t>(impl->dtype().toScalarType()) |
-                                                  static_cast<int64_t>(impl->is_wrapped_number()) << 8));
-    uint8_t* value = call.data.append_uninitialized(16);
+    call.template_key.push_back(make_template_key_word(
+        ArgumentKind::ScalarTensor, static_cast<int64_t>(impl->dtype().toScalarType()) |
+                                        static_cast<int64_t>(impl->is_wrapped_number()) << 8));
+    uint8_t* value = call.record_data.append_uninitialized(16);
     std::memset(value, 0, 16);
     Tensor plain = tensor.resolve_conj().resolve_neg();
     std::memcpy(value, plain.const_data_ptr(), plain.itemsize());
@@ -135,11 +137,11 @@ void add_tensor(OpCall& call, const Tensor& tensor, bool is_written) {
 }
 
 void add_text_to_template_key(OpCall& call, const std::string& text) {
-  if (text.size() > TEXT_BYTES_MAX) raise("device.op_refused", "a string argument is too long");
-  call.key.push_back(make_template_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
-  size_t at = call.key.size();
-  call.key.resize(at + (text.size() + 7) / 8, 0);
-  if (!text.empty()) std::memcpy(&call.key[at], text.data(), text.size());
+  if (text.size() > TEXT_BYTES_MAX) raise_python_error("device.op_refused", "a string argument is too long");
+  call.template_key.push_back(make_template_key_word(ArgumentKind::Text, static_cast<int64_t>(text.size())));
+  size_t at = call.template_key.size();
+  call.template_key.resize(at + (text.size() + 7) / 8, 0);
+  if (!text.empty()) std::memcpy(&call.template_key[at], text.data(), text.size());
 }
 
 int64_t double_to_bits(double value) {
@@ -149,55 +151,58 @@ int64_t double_to_bits(double value) {
 }
 
 // `number_as_data`: integers of Scalar arguments are sent as data; `float_as_data`: likewise for floats.
-void add_argument(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data,
-                  bool is_written) {
+void add_argument_to_call(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data,
+                          bool is_written) {
   if (value.isTensor()) {
-    add_tensor(call, value.toTensor(), is_written);
+    add_tensor_to_call(call, value.toTensor(), is_written);
   } else if (value.isInt()) {
-    call.key.push_back(
+    call.template_key.push_back(
         make_template_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
-    number_as_data ? call.data.write_i64(value.toInt()) : call.key.push_back(value.toInt());
+    number_as_data ? call.record_data.write_i64(value.toInt()) : call.template_key.push_back(value.toInt());
   } else if (value.isNone()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::None));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::None));
   } else if (value.isDouble()) {
-    call.key.push_back(make_template_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
-    float_as_data ? call.data.write_f64(value.toDouble())
-                  : call.key.push_back(double_to_bits(value.toDouble()));
+    call.template_key.push_back(
+        make_template_key_word(float_as_data ? ArgumentKind::FloatData : ArgumentKind::Float));
+    float_as_data ? call.record_data.write_f64(value.toDouble())
+                  : call.template_key.push_back(double_to_bits(value.toDouble()));
   } else if (value.isBool()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::Boolean, value.toBool()));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Boolean, value.toBool()));
   } else if (value.isList()) {
     auto items = value.toListRef();
-    if (items.size() > LIST_ITEMS_MAX) raise("device.op_refused", "a list argument is too long");
-    call.key.push_back(make_template_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
-    for (const IValue& item : items) add_argument(call, item, false, false, is_written);
+    if (items.size() > LIST_ITEMS_MAX) raise_python_error("device.op_refused", "a list argument is too long");
+    call.template_key.push_back(
+        make_template_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
+    for (const IValue& item : items) add_argument_to_call(call, item, false, false, is_written);
   } else if (value.isDevice()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::Device));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Device));
   } else if (value.isString()) {
     add_text_to_template_key(call, value.toStringRef());
   } else if (value.isSymInt()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::Integer));
-    call.key.push_back(value.toSymInt().guard_int(__FILE__, __LINE__));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Integer));
+    call.template_key.push_back(value.toSymInt().guard_int(__FILE__, __LINE__));
   } else if (value.isComplexDouble()) {
     auto number = value.toComplexDouble();
-    call.key.push_back(make_template_key_word(ArgumentKind::Complex));
-    call.key.push_back(double_to_bits(number.real()));
-    call.key.push_back(double_to_bits(number.imag()));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Complex));
+    call.template_key.push_back(double_to_bits(number.real()));
+    call.template_key.push_back(double_to_bits(number.imag()));
   } else if (value.isGenerator()) {
-    call.key.push_back(make_template_key_word(ArgumentKind::Generator));
+    call.template_key.push_back(make_template_key_word(ArgumentKind::Generator));
     call.generator = value.toGenerator();
-    call.generator_offset = call.data.size();
-    call.data.write_u32(0);  // set when the connection is known
+    call.generator_offset = call.record_data.size();
+    call.record_data.write_u32(0);  // set when the connection is known
   } else {
-    raise("device.op_refused", "arguments of type " + value.tagKind() + " are not supported");
+    raise_python_error("device.op_refused", "arguments of type " + value.tagKind() + " are not supported");
   }
 }
 
-bool is_written_argument(const OpTraits& traits, const Stack& stack, size_t first_argument,
-                         size_t argument_index) {
-  if (traits.is_written[argument_index] || !traits.has_undeclared_writes)
-    return traits.is_written[argument_index];
+bool writes_argument(const OpTraits& traits, const Stack& stack, size_t first_argument,
+                     size_t argument_index) {
+  if (traits.is_mutable_argument[argument_index] || !traits.may_write_batch_norm_statistics)
+    return traits.is_mutable_argument[argument_index];
   return traits.is_batch_norm_statistic[argument_index] &&
-         (!traits.training_argument || stack[first_argument + *traits.training_argument].toBool());
+         (!traits.training_argument_index ||
+          stack[first_argument + *traits.training_argument_index].toBool());
 }
 
 // --- a call -------------------------------------------------------------------------------------
@@ -212,12 +217,12 @@ void replace_arguments_with_results(const std::vector<OutputSpec>& outputs, Conn
     return;
   }
   if (outputs.size() == 1 && outputs[0].kind == OutputKind::Alias) {
-    Tensor same = *call.tensors[static_cast<size_t>(outputs[0].source_input)];
+    Tensor same = *call.remote_tensors[static_cast<size_t>(outputs[0].source_input_index)];
     torch::jit::drop(*stack, traits.argument_count);
     stack->emplace_back(std::move(same));
     return;
   }
-  std::vector<Tensor> inputs = copy_tensor_references(call.tensors);
+  std::vector<Tensor> inputs = copy_tensor_references(call.remote_tensors);
   c10::SmallVector<IValue, 4> results;
   for (const OutputSpec& output : outputs)
     results.push_back(make_result(output, connection, storages, inputs));
@@ -257,15 +262,15 @@ ConnectionPtr connection_of_device_argument(const Stack& stack, size_t first_arg
   return device_registry().get_or_open_connection(index);
 }
 
-constexpr uint32_t LEARNED_OUTPUT_ENTRIES = 16;
+constexpr uint32_t LEARNED_OUTPUTS_RESERVED = 16;
 
-size_t count_outputs(const std::vector<OutputSpec>& outputs) {
+size_t count_outputs_and_list_items(const std::vector<OutputSpec>& outputs) {
   size_t count = outputs.size();
-  for (const OutputSpec& output : outputs) count += count_outputs(output.items);
+  for (const OutputSpec& output : outputs) count += count_outputs_and_list_items(output.items);
   return count;
 }
 
-uint32_t count_argument_entries(const Stack& stack, size_t first_argument, const OpTraits& traits) {
+uint32_t count_arguments_and_list_items(const Stack& stack, size_t first_argument, const OpTraits& traits) {
   size_t count = traits.argument_count;
   for (size_t i = 0; i < traits.argument_count; i++) {
     const IValue& value = stack[first_argument + i];
@@ -274,58 +279,61 @@ uint32_t count_argument_entries(const Stack& stack, size_t first_argument, const
   return static_cast<uint32_t>(count);
 }
 
-CachedTemplatePtr make_template(const c10::OperatorHandle& op, const OpTraits& traits, const Stack& stack,
-                                size_t first_argument, const OpCall& call, uint64_t hash,
-                                Connection::LockedRecordWriter& writer, bool& resized) {
+CachedTemplatePtr infer_and_cache_template(const c10::OperatorHandle& op, const OpTraits& traits,
+                                           const Stack& stack, size_t first_argument, const OpCall& call,
+                                           uint64_t hash, Connection::LockedRecordWriter& writer,
+                                           bool& resized) {
   auto made = c10::make_intrusive<CachedTemplate>();
-  made->key = call.key;
+  made->key = call.template_key;
   made->hash = hash;
-  writer.release();
-  InferredOutputs inference = infer_outputs(op, traits, stack, first_argument, call.tensors);
-  resized = inference.resized;
+  writer.unlock();
+  InferredOutputs inference = infer_outputs(op, traits, stack, first_argument, call.remote_tensors);
+  resized = inference.has_resized_arguments;
   if (resized) return {};
   made->mode = inference.mode;
   made->outputs = std::move(inference.outputs);
-  for (const OutputSpec& output : made->outputs) made->new_storages += count_new_storages(output);
+  for (const OutputSpec& output : made->outputs) made->new_storage_count += count_new_storages(output);
   WireWriter body;
-  if (made->mode != OpExecutionMode::Local) {
+  if (made->mode != OpExecutionMode::ClientOnly) {
     body = encode_template_body(op, traits, stack, first_argument,
-                                made->mode == OpExecutionMode::Stream ? &made->outputs : nullptr);
-    if (body.size() + call.data.size() > OP_CALL_BYTES_MAX) {
-      raise("device.op_refused", op.schema().name() + " has too many arguments");
+                                made->mode == OpExecutionMode::Streamed ? &made->outputs : nullptr);
+    if (body.size() + call.record_data.size() > OP_CALL_BYTES_MAX) {
+      raise_python_error("device.op_refused", op.schema().name() + " has too many arguments");
     }
-    made->entry_count = count_argument_entries(stack, first_argument, traits) +
-                        static_cast<uint32_t>(count_outputs(made->outputs)) + LEARNED_OUTPUT_ENTRIES;
+    made->argument_and_output_count = count_arguments_and_list_items(stack, first_argument, traits) +
+                                      static_cast<uint32_t>(count_outputs_and_list_items(made->outputs)) +
+                                      LEARNED_OUTPUTS_RESERVED;
   }
-  writer.acquire();
+  writer.lock_again();
   writer.counters().template_misses++;
   writer.templates().insert(made, writer.records());
-  if (made->mode != OpExecutionMode::Local) write_define_template(writer.records(), made->number, body);
+  if (made->mode != OpExecutionMode::ClientOnly) write_define_template(writer.records(), made->number, body);
   return made;
 }
 
-void send_predicted_op(const CachedTemplatePtr& cached_template, Connection::LockedRecordWriter& writer,
-                       const OpCall& call, const OpTraits& traits, Stack* stack) {
+void run_predicted_op(const CachedTemplatePtr& cached_template, Connection::LockedRecordWriter& writer,
+                      const OpCall& call, const OpTraits& traits, Stack* stack) {
   Connection& connection = *call.connection;
   uint32_t few[8];
   std::vector<uint32_t> many;
   uint32_t* storages = few;
-  if (cached_template->new_storages > 8) {
-    many.resize(cached_template->new_storages);
+  if (cached_template->new_storage_count > 8) {
+    many.resize(cached_template->new_storage_count);
     storages = many.data();
   }
-  if (cached_template->mode == OpExecutionMode::Local) {
-    writer.release();
+  if (cached_template->mode == OpExecutionMode::ClientOnly) {
+    writer.unlock();
   } else {
-    for (uint32_t i = 0; i < cached_template->new_storages; i++) storages[i] = writer.assign_storage_number();
+    for (uint32_t i = 0; i < cached_template->new_storage_count; i++)
+      storages[i] = writer.assign_storage_number();
     WireWriter& records = writer.records();
     records.begin_record(RecordKind::Op, cached_template->number);
-    records.append_bytes(call.data.data(), call.data.size());
-    records.append_bytes(storages, cached_template->new_storages * sizeof(uint32_t));
+    records.append_bytes(call.record_data.data(), call.record_data.size());
+    records.append_bytes(storages, cached_template->new_storage_count * sizeof(uint32_t));
     writer.finish_record();
   }
-  bool wait = connection.options().blocking && cached_template->mode != OpExecutionMode::Local &&
-              !connection.is_recording_thread();
+  bool wait = connection.options().waits_for_every_op &&
+              cached_template->mode != OpExecutionMode::ClientOnly && !connection.is_recording_thread();
   ConnectionPtr kept = wait ? ConnectionPtr::reclaim_copy(&connection) : ConnectionPtr();
   replace_arguments_with_results(cached_template->outputs, connection, storages, call, traits, stack);
   if (wait) kept->synchronize();
@@ -340,10 +348,11 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   for (int attempt = 0; attempt < INFERENCE_ATTEMPTS_MAX; attempt++) {
     OpCall call = std::move(scratch);  // inference may call other ops
     call.clear();
-    call.key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
+    call.template_key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
     for (size_t i = 0; i < traits.argument_count; i++) {
-      add_argument(call, (*stack)[base + i], traits.is_number_argument[i] && traits.sends_numbers_as_data,
-                   traits.sends_numbers_as_data, is_written_argument(traits, *stack, base, i));
+      add_argument_to_call(call, (*stack)[base + i],
+                           traits.is_number_argument[i] && traits.sends_numbers_as_data,
+                           traits.sends_numbers_as_data, writes_argument(traits, *stack, base, i));
     }
     ConnectionPtr by_argument;
     if (!call.connection) {
@@ -353,36 +362,37 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (call.misplaced_cpu_tensor) {
       if (!traits.accepts_cpu_indices || attempt > 0)
         raise_different_devices(*call.connection, call.misplaced_cpu_tensor->device());
-      c10::Device there(DEVICE_TYPE, static_cast<c10::DeviceIndex>(call.connection->options().index));
+      c10::Device there(DEVICE_TYPE, static_cast<c10::DeviceIndex>(call.connection->options().device_index));
       move_cpu_tensors_to_device(stack, base, traits.argument_count, there);
       scratch = std::move(call);
       continue;
     }
     if (call.generator.defined()) {
-      call.data.overwrite_u32(call.generator_offset, generator_number(call.generator, *call.connection));
+      call.record_data.overwrite_u32(call.generator_offset,
+                                     check_and_get_generator_number(call.generator, *call.connection));
     }
-    uint64_t hash = hash_template_key(call.key);
+    uint64_t hash = hash_template_key(call.template_key);
     Connection::LockedRecordWriter writer(*call.connection);
-    CachedTemplatePtr known = writer.templates().find(hash, call.key);
+    CachedTemplatePtr known = writer.templates().find(hash, call.template_key);
     if (!known) {
       bool resized = false;
-      known = make_template(op, traits, *stack, base, call, hash, writer, resized);
+      known = infer_and_cache_template(op, traits, *stack, base, call, hash, writer, resized);
       if (resized) {
         scratch = std::move(call);
         continue;
       }
     }
-    if (known->mode == OpExecutionMode::Dynamic || known->mode == OpExecutionMode::Learn) {
-      if (known->mode == OpExecutionMode::Dynamic)
+    if (known->mode == OpExecutionMode::AwaitReply || known->mode == OpExecutionMode::LearnFromReply) {
+      if (known->mode == OpExecutionMode::AwaitReply)
         call.connection->check_not_recording(op.schema().name().c_str());
       run_dynamic_op(op, traits, known, writer, call, stack);
     } else {
-      send_predicted_op(known, writer, call, traits, stack);
+      run_predicted_op(known, writer, call, traits, stack);
     }
     scratch = std::move(call);
     return;
   }
-  raise("device.op_refused", op.schema().name() + ": the shapes of its outputs do not converge");
+  raise_python_error("device.op_refused", op.schema().name() + ": the shapes of its outputs do not converge");
 }
 
 }  // namespace genie

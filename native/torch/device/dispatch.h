@@ -11,6 +11,6 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 
 // Registers send_op for every op that torch would otherwise decompose. Call once per process; returns the
 // number of ops.
-int register_ops();
+int register_sent_ops();
 
 }  // namespace genie

@@ -8,10 +8,10 @@
 namespace genie {
 
 // Registers the Python class of an error code, before anything is raised. The class is kept alive forever.
-void set_error_class(const std::string& code, void* python_class);
+void register_error_class(const std::string& code, void* python_class);
 
 // `code` as in genie/errors.py, e.g. "device.lost". Does not need the GIL.
-[[noreturn]] void raise(const std::string& code, const std::string& message);
+[[noreturn]] void raise_python_error(const std::string& code, const std::string& message);
 
 // Text of an executor for a Python message: the bytes may be anything, so only ASCII is kept.
 std::string to_ascii(const std::string& text);

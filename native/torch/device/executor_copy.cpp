@@ -12,11 +12,11 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* COPY_DESCRIPTION = "a copy between two remote devices";
+constexpr const char* EXECUTOR_COPY_DESCRIPTION = "a copy between two remote devices";
 
 std::string executor_description(const Connection& connection) {
   const ConnectionOptions& options = connection.options();
-  return (options.device_name + " (" + options.executor + ")").substr(0, HOST_NAME_BYTES_MAX);
+  return (options.device_name + " (" + options.executor_description + ")").substr(0, HOST_NAME_BYTES_MAX);
 }
 
 uint64_t publish_parcel(Connection& from, const Tensor& source) {
@@ -34,19 +34,19 @@ void fetch_parcel(Connection& destination, const Tensor& target, const Connectio
   std::string token = from->make_fetch_token(parcel_number);
   uint64_t bytes = target.nbytes();
   Connection::LockedRecordWriter writer(destination);
-  writer.begin_frame();
+  writer.finish_current_frame();
   WireWriter& records = writer.records();
   records.begin_record(RecordKind::FetchParcel);
   write_storage_view(records, target);
   records.write_u64(bytes);
   const ConnectionOptions& source = from->options();
-  write_parcel_origin(records, {source.host, source.port, source.server_name, parcel_number, token,
+  write_parcel_origin(records, {source.host, source.port, source.tls_server_name, parcel_number, token,
                                 executor_description(*from)});
   writer.finish_fetch_parcel_record(from, parcel_number, bytes);
 }
 
 // An error at the source is also one at the target; it is raised once.
-void synchronize(Connection& source, Connection& destination) {
+void synchronize_both(Connection& source, Connection& destination) {
   try {
     source.synchronize();
   } catch (...) {
@@ -69,8 +69,8 @@ void copy_by_parcel(const Tensor& target, const Tensor& source) {
   check_dimension_count(source.dim());
   check_dimension_count(target.dim());
   ConnectionPtr from = storage_handle_of(source).connection, to = storage_handle_of(target).connection;
-  from->check_not_recording(COPY_DESCRIPTION);
-  to->check_not_recording(COPY_DESCRIPTION);
+  from->check_not_recording(EXECUTOR_COPY_DESCRIPTION);
+  to->check_not_recording(EXECUTOR_COPY_DESCRIPTION);
   to->wait_for_fetch_window(source.nbytes());
   uint64_t parcel = publish_parcel(*from, source);
   try {
@@ -79,7 +79,7 @@ void copy_by_parcel(const Tensor& target, const Tensor& source) {
     from->drop_parcel(parcel);
     throw;
   }
-  if (to->options().blocking) synchronize(*from, *to);
+  if (to->options().waits_for_every_op) synchronize_both(*from, *to);
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace genie {
 
 namespace {
 
-constexpr uint32_t DEFAULT_GENERATOR = 0;
+constexpr uint32_t DEFAULT_GENERATOR_NUMBER = 0;
 
 // Callers hold the generator's mutex. Waiting for an executor releases the GIL; another thread that then
 // takes the GIL may want the mutex, which would deadlock. So the mutex is released here. It protects nothing:
@@ -42,14 +42,14 @@ class RemoteGenerator final : public c10::GeneratorImpl {
         number_(number) {}
 
   ~RemoteGenerator() override {
-    if (number_ != DEFAULT_GENERATOR) connection_->free_generator(number_);
+    if (number_ != DEFAULT_GENERATOR_NUMBER) connection_->free_generator(number_);
   }
 
   void set_current_seed(uint64_t seed) override {
     MutexRelease release(mutex_);
     send_seed(seed);
   }
-  uint64_t current_seed() const override { return seed_; }
+  uint64_t current_seed() const override { return last_seed_; }
   uint64_t seed() override {
     MutexRelease release(mutex_);
     uint64_t seed = c10::detail::getNonDeterministicRandom();
@@ -57,10 +57,10 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     return seed;
   }
   void set_offset(uint64_t) override {
-    raise("device.op_refused", "set_offset is not supported for remote generators");
+    raise_python_error("device.op_refused", "set_offset is not supported for remote generators");
   }
   uint64_t get_offset() const override {
-    raise("device.op_refused", "get_offset is not supported for remote generators");
+    raise_python_error("device.op_refused", "get_offset is not supported for remote generators");
   }
 
   void set_state(const c10::TensorImpl& state) override {
@@ -78,8 +78,8 @@ class RemoteGenerator final : public c10::GeneratorImpl {
 
   // The functions below are called without the mutex.
   void send_seed(uint64_t seed) {
-    seed_ = seed;
-    if (number_ == DEFAULT_GENERATOR && !device_registry().find_open_connection(index()))
+    last_seed_ = seed;
+    if (number_ == DEFAULT_GENERATOR_NUMBER && !device_registry().find_open_connection(index()))
       return;  // seeded when the connection is opened
     send_record([&](WireWriter& out) {
       out.begin_record(RecordKind::Seed);
@@ -89,7 +89,8 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   }
 
   void send_state(const void* state, uint64_t bytes) {
-    if (bytes > INLINE_UPLOAD_BYTES_MAX) raise("usage", "this is not a generator state: it is too large");
+    if (bytes > INLINE_UPLOAD_BYTES_MAX)
+      raise_python_error("usage", "this is not a generator state: it is too large");
     send_record([&](WireWriter& out) {
       out.begin_record(RecordKind::SetGenerator);
       out.write_u32(number_);
@@ -105,19 +106,20 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     Connection::LockedRecordWriter writer(*connection);
     writer.records().begin_record(RecordKind::GeneratorState);
     writer.records().write_u32(number_);
-    uint64_t number = writer.finish_request(reply);
+    uint64_t number = writer.finish_record_and_request_reply(reply);
     connection->wait_for_reply(number, reply);
     return std::move(reply.payload);
   }
 
-  bool is_default() const { return number_ == DEFAULT_GENERATOR; }
+  bool is_default() const { return number_ == DEFAULT_GENERATOR_NUMBER; }
   bool is_on_connection(const Connection& connection) const { return connection_.get() == &connection; }
   uint32_t number() const { return number_; }
 
  private:
   int index() const { return device().index(); }
   ConnectionPtr connection() const {
-    return number_ == DEFAULT_GENERATOR ? device_registry().get_or_open_connection(index()) : connection_;
+    return number_ == DEFAULT_GENERATOR_NUMBER ? device_registry().get_or_open_connection(index())
+                                               : connection_;
   }
 
   template <class Write>
@@ -135,19 +137,19 @@ class RemoteGenerator final : public c10::GeneratorImpl {
     auto* impl = static_cast<RemoteGenerator*>(copy.unsafeGetGeneratorImpl());
     std::vector<uint8_t> state = fetch_state();
     impl->send_state(state.data(), state.size());
-    impl->seed_ = seed_.load();
+    impl->last_seed_ = last_seed_.load();
     return static_cast<RemoteGenerator*>(copy.unsafeReleaseGeneratorImpl());
   }
 
   const ConnectionPtr connection_;
   const uint32_t number_;
-  std::atomic<uint64_t> seed_ = c10::default_rng_seed_val;
+  std::atomic<uint64_t> last_seed_ = c10::default_rng_seed_val;
 };
 
 }  // namespace
 
 at::Generator make_default_generator(int index) {
-  return at::make_generator<RemoteGenerator>(index, ConnectionPtr(), DEFAULT_GENERATOR);
+  return at::make_generator<RemoteGenerator>(index, ConnectionPtr(), DEFAULT_GENERATOR_NUMBER);
 }
 
 at::Generator make_generator(int index) {
@@ -157,22 +159,22 @@ at::Generator make_generator(int index) {
     Connection::LockedRecordWriter writer(*connection);
     number = writer.assign_generator_number();
   }
-  auto made = at::make_generator<RemoteGenerator>(connection->options().index, connection, number);
+  auto made = at::make_generator<RemoteGenerator>(connection->options().device_index, connection, number);
   static_cast<RemoteGenerator*>(made.unsafeGetGeneratorImpl())->send_seed(c10::default_rng_seed_val);
   return made;
 }
 
-uint32_t generator_number(const at::Generator& generator, const Connection& connection) {
+uint32_t check_and_get_generator_number(const at::Generator& generator, const Connection& connection) {
   const std::string& here = connection.options().device_name;
   TORCH_CHECK(generator.device().type() == DEVICE_TYPE,
               "Expected a 'remote_accelerator' device type for generator but found '",
               generator.device().type(), "'");
   auto* found = static_cast<RemoteGenerator*>(generator.unsafeGetGeneratorImpl());
-  TORCH_CHECK(found->device().index() == connection.options().index, "Expected a generator of ", here,
+  TORCH_CHECK(found->device().index() == connection.options().device_index, "Expected a generator of ", here,
               " but found one of ", found->device());
-  if (found->is_default()) return DEFAULT_GENERATOR;
+  if (found->is_default()) return DEFAULT_GENERATOR_NUMBER;
   if (!found->is_on_connection(connection))
-    raise("device.lost", "the generator was on an executor that was lost");
+    raise_python_error("device.lost", "the generator was on an executor that was lost");
   return found->number();
 }
 

@@ -12,6 +12,6 @@ at::Generator make_default_generator(int index);
 // A new generator, on the current executor of the index.
 at::Generator make_generator(int index);
 // The number of the generator on that executor. Raises for a generator of another device.
-uint32_t generator_number(const at::Generator& generator, const Connection& connection);
+uint32_t check_and_get_generator_number(const at::Generator& generator, const Connection& connection);
 
 }  // namespace genie

@@ -81,32 +81,32 @@ class GraphGuard {
              const std::vector<DictEntry>& entries) {
     for (const py::object& tensor : tensors) {
       if (!THPVariable_Check(tensor.ptr())) throw py::type_error("GraphGuard expects tensors");
-      tensors_.emplace_back(tensor, TensorSnapshot(tensor_impl_of(tensor)));
+      guarded_tensors_.emplace_back(tensor, TensorSnapshot(tensor_impl_of(tensor)));
     }
     for (const py::dict& part : dicts) {
-      dict_sizes_.emplace_back(part, part.size());
+      module_dict_sizes_.emplace_back(part, part.size());
       for (const auto& [name, value] : part) {
-        dict_entries_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
-                                   py::reinterpret_borrow<py::object>(value));
+        module_dict_entries_.emplace_back(part, py::reinterpret_borrow<py::object>(name),
+                                          py::reinterpret_borrow<py::object>(value));
       }
     }
     for (const auto& [part, name] : entries) {
-      dict_entries_.emplace_back(part, name,
-                                 py::reinterpret_borrow<py::object>(look_up_dict_entry(part, name)));
+      module_dict_entries_.emplace_back(part, name,
+                                        py::reinterpret_borrow<py::object>(look_up_dict_entry(part, name)));
     }
   }
   // Whether all tensors and dicts are unchanged.
   bool is_unchanged() const {
-    for (const auto& [tensor, snapshot] : tensors_)
+    for (const auto& [tensor, snapshot] : guarded_tensors_)
       if (!snapshot.matches(tensor_impl_of(tensor))) return false;
-    for (const auto& [part, size] : dict_sizes_)
+    for (const auto& [part, size] : module_dict_sizes_)
       if (part.size() != size) return false;
-    for (const auto& [part, name, value] : dict_entries_)
+    for (const auto& [part, name, value] : module_dict_entries_)
       if (look_up_dict_entry(part, name) != value.ptr()) return false;
     return true;
   }
 
-  static void enable_gc(PyHeapTypeObject* type) {
+  static void enable_python_gc(PyHeapTypeObject* type) {
     type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
     type->ht_type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
       Py_VISIT(Py_TYPE(self));
@@ -139,9 +139,9 @@ class GraphGuard {
     return value;
   }
   int traverse(visitproc visit, void* arg) const {
-    for (const auto& [tensor, snapshot] : tensors_) Py_VISIT(tensor.ptr());
-    for (const auto& [part, size] : dict_sizes_) Py_VISIT(part.ptr());
-    for (const auto& [part, name, value] : dict_entries_) {
+    for (const auto& [tensor, snapshot] : guarded_tensors_) Py_VISIT(tensor.ptr());
+    for (const auto& [part, size] : module_dict_sizes_) Py_VISIT(part.ptr());
+    for (const auto& [part, name, value] : module_dict_entries_) {
       Py_VISIT(part.ptr());
       Py_VISIT(name.ptr());
       Py_VISIT(value.ptr());
@@ -149,13 +149,14 @@ class GraphGuard {
     return 0;
   }
 
-  std::vector<std::pair<py::object, TensorSnapshot>> tensors_;
-  std::vector<std::pair<py::dict, size_t>> dict_sizes_;
-  std::vector<std::tuple<py::dict, py::object, py::object>> dict_entries_;  // null value: no such entry
+  std::vector<std::pair<py::object, TensorSnapshot>> guarded_tensors_;
+  std::vector<std::pair<py::dict, size_t>> module_dict_sizes_;
+  std::vector<std::tuple<py::dict, py::object, py::object>>
+      module_dict_entries_;  // null value: no such entry
 };
 
 // torch's getter raises for inconsistent settings; those count as one value.
-uint64_t matmul_precision() {
+uint64_t matmul_precision_code() {
   try {
     return 1 + static_cast<uint64_t>(at::globalContext().float32MatmulPrecision());
   } catch (const c10::Error&) {
@@ -165,13 +166,14 @@ uint64_t matmul_precision() {
 
 // Settings of the process and of this thread that a recording depends on, packed into one number.
 uint64_t torch_settings_bits() {
-  constexpr auto REMOTE = c10::DeviceType::PrivateUse1;
+  constexpr auto REMOTE_DEVICE_TYPE = c10::DeviceType::PrivateUse1;
   const at::Context& context = at::globalContext();
-  bool is_autocast = at::autocast::is_autocast_enabled(REMOTE);
-  uint64_t packed = is_autocast ? 1 + static_cast<uint64_t>(at::autocast::get_autocast_dtype(REMOTE)) : 0;
+  bool is_autocast = at::autocast::is_autocast_enabled(REMOTE_DEVICE_TYPE);
+  uint64_t packed =
+      is_autocast ? 1 + static_cast<uint64_t>(at::autocast::get_autocast_dtype(REMOTE_DEVICE_TYPE)) : 0;
   packed = packed << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
   packed = packed << 8 | static_cast<uint64_t>(device_registry().current_device());
-  packed = packed << 2 | matmul_precision();
+  packed = packed << 2 | matmul_precision_code();
   packed = packed << 1 | context.deterministicAlgorithms();
   packed = packed << 1 | context.deterministicAlgorithmsWarnOnly();
   return packed << 1 | context.deterministicFillUninitializedMemory();
@@ -180,7 +182,8 @@ uint64_t torch_settings_bits() {
 }  // namespace
 
 void bind_graph_guard(py::module_& m) {
-  py::class_<GraphGuard>(m, "GraphGuard", py::module_local(), py::custom_type_setup(&GraphGuard::enable_gc))
+  py::class_<GraphGuard>(m, "GraphGuard", py::module_local(),
+                         py::custom_type_setup(&GraphGuard::enable_python_gc))
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
                     const std::vector<GraphGuard::DictEntry>&>())
       .def("is_unchanged", &GraphGuard::is_unchanged);

@@ -11,24 +11,25 @@ namespace genie {
 
 namespace {
 
-std::atomic<unsigned long> main_thread{0};
+std::atomic<unsigned long> python_main_thread_id{0};
 
 }  // namespace
 
 GilRelease::GilRelease() {
-  if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+  if (Py_IsInitialized() && PyGILState_Check()) saved_thread_state_ = PyEval_SaveThread();
 }
 
 GilRelease::~GilRelease() {
-  if (state_) PyEval_RestoreThread(state_);
+  if (saved_thread_state_) PyEval_RestoreThread(saved_thread_state_);
 }
 
-void remember_main_thread() {
-  main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+void store_python_main_thread_id() {
+  python_main_thread_id =
+      py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
 }
 
-void check_signals() {
-  if (!Py_IsInitialized() || PyThread_get_thread_ident() != main_thread) return;
+void run_pending_signal_handlers() {
+  if (!Py_IsInitialized() || PyThread_get_thread_ident() != python_main_thread_id) return;
   py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }

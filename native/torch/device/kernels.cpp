@@ -39,10 +39,11 @@ ConnectionPtr connection_of_device(std::optional<c10::Device> device) {
 
 void check_tensor_options(std::optional<at::Layout> layout, std::optional<bool> pin_memory) {
   if (layout && *layout != at::kStrided) {
-    raise("device.op_refused", "remote_accelerator supports strided tensors only");
+    raise_python_error("device.op_refused", "remote_accelerator supports strided tensors only");
   }
   if (pin_memory && *pin_memory) {
-    raise("device.op_refused", "memory on remote_accelerator cannot be pinned; pin the tensor on the CPU");
+    raise_python_error("device.op_refused",
+                       "memory on remote_accelerator cannot be pinned; pin the tensor on the CPU");
   }
 }
 
@@ -55,8 +56,8 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   OutputSpec output;
   output.dtype = dtype.value_or(default_dtype());
   if (!is_supported_dtype(output.dtype)) {
-    raise("device.op_refused",
-          std::string("remote_accelerator does not support dtype ") + c10::toString(output.dtype));
+    raise_python_error("device.op_refused", std::string("remote_accelerator does not support dtype ") +
+                                                c10::toString(output.dtype));
   }
   TORCH_CHECK(sizes.size() == strides.size(), "sizes and strides differ in length");
   check_dimension_count(static_cast<int64_t>(sizes.size()));
@@ -77,7 +78,8 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     writer.finish_record();
   }
   Tensor made = make_remote_tensor(*connection, storage, output);
-  if (connection->options().blocking && !connection->is_recording_thread()) connection->synchronize();
+  if (connection->options().waits_for_every_op && !connection->is_recording_thread())
+    connection->synchronize();
   return made;
 }
 
@@ -139,7 +141,7 @@ Tensor resolve_and_make_contiguous(const Tensor& tensor) {
 }
 
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
-void upload(const Tensor& target, const Tensor& source) {
+void upload_tensor(const Tensor& target, const Tensor& source) {
   check_dimension_count(target.dim());
   Connection& connection = *storage_handle_of(target).connection;
   uint64_t bytes = source.nbytes();
@@ -155,15 +157,15 @@ void upload(const Tensor& target, const Tensor& source) {
     writer.records().append_bytes(source.const_data_ptr(), bytes);
     writer.finish_record();
   } else {
-    connection.send_bytes([&](WireWriter& records) { write(records, false); }, source.const_data_ptr(),
-                          bytes);
+    connection.send_upload([&](WireWriter& records) { write(records, false); }, source.const_data_ptr(),
+                           bytes);
   }
-  if (connection.options().blocking) connection.synchronize();
+  if (connection.options().waits_for_every_op) connection.synchronize();
 }
 
 // `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is a lazy conjugate or
 // negation.
-void download(const Tensor& source, const Tensor& target) {
+void download_tensor(const Tensor& source, const Tensor& target) {
   check_dimension_count(source.dim());
   ConnectionPtr connection = storage_handle_of(source).connection;
   connection->check_not_recording("a copy to this machine");
@@ -177,7 +179,7 @@ void download(const Tensor& source, const Tensor& target) {
   Connection::LockedRecordWriter writer(*connection);
   writer.records().begin_record(RecordKind::Get);
   write_storage_view(writer.records(), source);
-  uint64_t number = writer.finish_request(reply);
+  uint64_t number = writer.finish_record_and_request_reply(reply);
   connection->wait_for_reply(number, reply);
 }
 
@@ -186,14 +188,14 @@ void copy_to_remote(const Tensor& target, const Tensor& source) {
   if (!expands) {
     Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
     if (!target.is_conj() && !target.is_neg()) {
-      upload(target, resolve_and_make_contiguous(same.to(target.scalar_type())));
+      upload_tensor(target, resolve_and_make_contiguous(same.to(target.scalar_type())));
       return;
     }
   }
   // Only the unexpanded elements are sent; the executor expands them.
   Tensor staged = at::empty(
       source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
-  upload(staged, resolve_and_make_contiguous(source));
+  upload_tensor(staged, resolve_and_make_contiguous(source));
   target.copy_(staged);
 }
 
@@ -204,12 +206,12 @@ void copy_to_local(const Tensor& target, const Tensor& source) {
   if (same.is_neg()) same = same.resolve_neg();
   bool direct = target.device().is_cpu() && target.is_contiguous() && !target.is_conj() && !target.is_neg();
   if (direct) {
-    download(same, target);
+    download_tensor(same, target);
     return;
   }
   Tensor staged =
       at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
-  download(same, staged);
+  download_tensor(same, staged);
   target.copy_(staged);
 }
 
@@ -243,7 +245,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 
 at::Scalar local_scalar(const Tensor& tensor) {
   Tensor local = at::empty({}, tensor.options().device(at::kCPU));
-  download(tensor.resolve_conj().resolve_neg(), local);
+  download_tensor(tensor.resolve_conj().resolve_neg(), local);
   return local.item();
 }
 

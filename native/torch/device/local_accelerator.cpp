@@ -22,19 +22,19 @@ namespace genie {
 
 namespace {
 
-thread_local int backward_depth = 0;
+thread_local int remote_backward_depth = 0;
 
 #ifdef __GLIBC__  // uses the dynamic linker's data structures
 
 // Replaces c10::is_privateuse1_backend_registered in torch's libraries; at::getAccelerator() calls it.
-bool is_privateuse1_registered_for_backward() { return backward_depth > 0; }
+bool is_privateuse1_registered_for_backward() { return remote_backward_depth > 0; }
 
 using PredicateFunction = bool (*)();
 
-constexpr const char* REPLACED_SYMBOL = "_ZN3c1033is_privateuse1_backend_registeredEv";
+constexpr const char* REPLACED_SYMBOL_NAME = "_ZN3c1033is_privateuse1_backend_registeredEv";
 
-struct SymbolReplacement {
-  int replaced_slots = 0;
+struct SymbolReplacementCount {
+  int replaced_slot_count = 0;
 };
 
 bool is_torch_library(const char* path) {
@@ -97,7 +97,7 @@ int replace_symbol_in_table(const dl_phdr_info& library, const RelocationTables&
   int replaced = 0;
   for (size_t i = 0; entries && i < bytes / sizeof(ElfW(Rela)); i++) {
     auto symbol = ELF64_R_SYM(entries[i].r_info);
-    if (symbol == 0 || std::strcmp(tables.names + tables.symbols[symbol].st_name, REPLACED_SYMBOL) != 0)
+    if (symbol == 0 || std::strcmp(tables.names + tables.symbols[symbol].st_name, REPLACED_SYMBOL_NAME) != 0)
       continue;
     auto* slot = reinterpret_cast<void**>(library.dlpi_addr + entries[i].r_offset);
     replaced += try_write_relocation_slot(
@@ -114,10 +114,10 @@ int replace_symbol_in_library(dl_phdr_info* library, size_t, void* data) {
     auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library->dlpi_addr + library->dlpi_phdr[i].p_vaddr);
     RelocationTables tables = find_relocation_tables(entry);
     if (!tables.symbols || !tables.names) continue;
-    auto& replacement = *static_cast<SymbolReplacement*>(data);
-    replacement.replaced_slots +=
+    auto& replacement = *static_cast<SymbolReplacementCount*>(data);
+    replacement.replaced_slot_count +=
         replace_symbol_in_table(*library, tables, tables.plt_relocations, tables.plt_relocations_bytes);
-    replacement.replaced_slots +=
+    replacement.replaced_slot_count +=
         replace_symbol_in_table(*library, tables, tables.data_relocations, tables.data_relocations_bytes);
   }
   return 0;
@@ -129,16 +129,16 @@ int replace_symbol_in_library(dl_phdr_info* library, size_t, void* data) {
 
 bool try_keep_local_torch_accelerator() {
 #ifdef __GLIBC__
-  SymbolReplacement replacement;
+  SymbolReplacementCount replacement;
   dl_iterate_phdr(&replace_symbol_in_library, &replacement);
-  return replacement.replaced_slots > 0;
+  return replacement.replaced_slot_count > 0;
 #else
   return false;
 #endif
 }
 
-void enter_remote_backward() { backward_depth++; }
-void leave_remote_backward() { backward_depth--; }
+void enter_remote_backward() { remote_backward_depth++; }
+void leave_remote_backward() { remote_backward_depth--; }
 
 BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& roots) {
   BackwardDeviceKinds devices;
@@ -148,13 +148,14 @@ BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& ro
     if (node && seen.insert(node).second) next.push_back(node);
   };
   for (const at::Tensor& root : roots) visit(torch::autograd::impl::gradient_edge(root).function.get());
-  while (!next.empty() && !(devices.remote && devices.local)) {
+  while (!next.empty() && !(devices.uses_remote_device && devices.uses_local_accelerator)) {
     torch::autograd::Node* node = next.back();
     next.pop_back();
     for (uint32_t i = 0; i < node->num_inputs(); i++) {
       auto type = node->input_metadata(i).device().type();
-      devices.remote |= type == DEVICE_TYPE;
-      devices.local |= type != DEVICE_TYPE && type != c10::DeviceType::CPU && type != c10::DeviceType::Meta;
+      devices.uses_remote_device |= type == DEVICE_TYPE;
+      devices.uses_local_accelerator |=
+          type != DEVICE_TYPE && type != c10::DeviceType::CPU && type != c10::DeviceType::Meta;
     }
     for (const auto& edge : node->next_edges()) visit(edge.function.get());
   }

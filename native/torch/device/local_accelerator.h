@@ -20,8 +20,8 @@ void leave_remote_backward();
 
 // The kinds of devices that a backward pass from these roots would use.
 struct BackwardDeviceKinds {
-  bool remote = false;
-  bool local = false;  // an accelerator of this machine
+  bool uses_remote_device = false;
+  bool uses_local_accelerator = false;  // an accelerator of this machine
 };
 BackwardDeviceKinds find_backward_device_kinds(const std::vector<at::Tensor>& roots);
 

@@ -23,12 +23,12 @@ void set_aggregate_stat(c10::CachingAllocator::StatArray& stats, uint64_t curren
 // Memory that an executor caches is not reported, so reserved equals allocated.
 struct RemoteAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    return allocate_remote(*device_registry().get_or_open_connection(device_registry().current_device()),
-                           bytes);
+    return allocate_remote_storage(
+        *device_registry().get_or_open_connection(device_registry().current_device()), bytes);
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void*, const void*, size_t) const override {
-    raise("device.op_refused", "remote memory cannot be copied by address");
+    raise_python_error("device.op_refused", "remote memory cannot be copied by address");
   }
 
   bool initialized() override { return device_registry().device_count() > 0; }
@@ -51,7 +51,7 @@ struct RemoteAllocator final : c10::DeviceAllocator {
   }
 };
 
-RemoteAllocator the_allocator;
+RemoteAllocator remote_allocator_instance;
 
 }  // namespace
 
@@ -62,18 +62,18 @@ StatsReply fetch_executor_counters(Connection& connection, bool reset_peak) {
     GilRelease release;
     Connection::LockedRecordWriter writer(connection);
     writer.records().begin_record(RecordKind::Stats, reset_peak);
-    uint64_t number = writer.finish_request(reply);
+    uint64_t number = writer.finish_record_and_request_reply(reply);
     connection.wait_for_reply(number, reply);
   }
   try {
     WireReader in(reply.payload.data(), reply.payload.size());
     return in.read_value<StatsReply>();
   } catch (const ProtocolError& error) {
-    connection.fail_session(error);
+    connection.fail_session_and_raise(error);
   }
 }
 
-c10::Allocator* remote_allocator() { return &the_allocator; }
+c10::Allocator* remote_allocator() { return &remote_allocator_instance; }
 
 }  // namespace genie
 

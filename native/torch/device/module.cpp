@@ -38,11 +38,11 @@ std::shared_ptr<py::function> make_shared_callable(py::function callable) {
 ConnectionPtr make_connection(py::handle stream, int index, const std::string& device_name,
                               const std::string& executor_description, const std::string& accelerator_kind,
                               double op_timeout_s, bool blocking, uint32_t ops_per_frame_max,
-                              const std::string& host, uint32_t port, const std::string& server_name,
+                              const std::string& host, uint32_t port, const std::string& tls_server_name,
                               py::function resume, py::function make_fetch_token) {
-  ConnectionOptions options{index,        device_name, executor_description, accelerator_kind,
-                            op_timeout_s, blocking,    ops_per_frame_max,    host,
-                            port,         server_name};
+  ConnectionOptions options{index,        device_name,    executor_description, accelerator_kind,
+                            op_timeout_s, blocking,       ops_per_frame_max,    host,
+                            port,         tls_server_name};
   auto callable = make_shared_callable(std::move(resume));
   ResumeFunction resume_callback = [callable](uint64_t replies_received) {
     py::gil_scoped_acquire gil;
@@ -64,7 +64,7 @@ ConnectionPtr make_connection(py::handle stream, int index, const std::string& d
 
 void attach_devices(int count, py::function open) {
   auto callable = make_shared_callable(std::move(open));
-  remember_main_thread();
+  store_python_main_thread_id();
   py::gil_scoped_release release;
   device_registry().attach_devices(count, [callable](int index) {
     py::gil_scoped_acquire gil;
@@ -111,7 +111,7 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
     Connection::LockedRecordWriter writer(connection);
     writer.records().begin_record(RecordKind::GraphReport);
     writer.records().write_u32(graph);
-    uint64_t number = writer.finish_request(reply);
+    uint64_t number = writer.finish_record_and_request_reply(reply);
     connection.wait_for_reply(number, reply);
   }
   try {
@@ -121,7 +121,7 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
     uint64_t replays = in.read_u64();
     return py::make_tuple(REPLAY_KIND_NAMES[kind], replays, in.read_text());
   } catch (const ProtocolError& error) {
-    connection.fail_session(error);
+    connection.fail_session_and_raise(error);
   }
 }
 
@@ -134,7 +134,7 @@ std::vector<int> storage_accesses_in_graph(const Connection& connection, uint32_
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
       const StorageHandle& handle = storage_handle_of(tensor);
       if (handle.connection.get() == &connection)
-        access = connection.storage_access_in_graph(graph, handle.storage);
+        access = connection.storage_access_in_graph(graph, handle.storage_number);
     }
     accesses.push_back(static_cast<int>(access));
   }
@@ -142,14 +142,14 @@ std::vector<int> storage_accesses_in_graph(const Connection& connection, uint32_
 }
 
 // The byte range of a tensor in its storage.
-struct MemoryExtent {
-  size_t position;
+struct TensorByteRange {
+  size_t value_index;
   const c10::StorageImpl* storage;
   int64_t begin, end;
 };
 
-std::vector<MemoryExtent> find_memory_extents(const std::vector<py::object>& values) {
-  std::vector<MemoryExtent> all;
+std::vector<TensorByteRange> find_tensor_byte_ranges(const std::vector<py::object>& values) {
+  std::vector<TensorByteRange> all;
   for (size_t i = 0; i < values.size(); i++) {
     if (!THPVariable_Check(values[i].ptr())) continue;
     const at::Tensor& tensor = THPVariable_Unpack(values[i].ptr());
@@ -163,23 +163,25 @@ std::vector<MemoryExtent> find_memory_extents(const std::vector<py::object>& val
   return all;
 }
 
-constexpr int64_t GROUP_ALIGNMENT_BYTES = 16;  // the largest dtype
+constexpr int64_t OVERLAP_GROUP_ALIGNMENT_BYTES = 16;  // the largest dtype
 
 // For tensors whose memory may overlap, one tuple each: position among the values, position of the first of
 // the group, position of the first that is the same object, offset in bytes from the aligned start of the
 // group, strides, is_conj, is_neg. OverlappingInput in genie/device/graphs.py.
 py::list describe_overlapping_tensors(const std::vector<py::object>& values,
-                                      std::vector<MemoryExtent> group) {
+                                      std::vector<TensorByteRange> group) {
   int64_t low = group[0].begin;  // sorted
-  low -= low % GROUP_ALIGNMENT_BYTES;
-  std::sort(group.begin(), group.end(), [](const auto& a, const auto& b) { return a.position < b.position; });
+  low -= low % OVERLAP_GROUP_ALIGNMENT_BYTES;
+  std::sort(group.begin(), group.end(),
+            [](const auto& a, const auto& b) { return a.value_index < b.value_index; });
   py::list found;
-  for (const MemoryExtent& each : group) {
-    const py::object& value = values[each.position];
+  for (const TensorByteRange& each : group) {
+    const py::object& value = values[each.value_index];
     const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
-    auto same = std::find_if(group.begin(), group.end(),
-                             [&](const MemoryExtent& other) { return values[other.position].is(value); });
-    found.append(py::make_tuple(each.position, group[0].position, same->position, each.begin - low,
+    auto same = std::find_if(group.begin(), group.end(), [&](const TensorByteRange& other) {
+      return values[other.value_index].is(value);
+    });
+    found.append(py::make_tuple(each.value_index, group[0].value_index, same->value_index, each.begin - low,
                                 py::tuple(py::cast(tensor.strides().vec())), tensor.is_conj(),
                                 tensor.is_neg()));
   }
@@ -188,13 +190,13 @@ py::list describe_overlapping_tensors(const std::vector<py::object>& values,
 
 // The groups of tensors among the values whose memory may overlap, concatenated; None if there are none.
 py::object find_overlapping_inputs(const std::vector<py::object>& values) {
-  std::vector<MemoryExtent> all = find_memory_extents(values);
-  std::sort(all.begin(), all.end(), [](const MemoryExtent& a, const MemoryExtent& b) {
-    return std::tie(a.storage, a.begin, a.position) < std::tie(b.storage, b.begin, b.position);
+  std::vector<TensorByteRange> all = find_tensor_byte_ranges(values);
+  std::sort(all.begin(), all.end(), [](const TensorByteRange& a, const TensorByteRange& b) {
+    return std::tie(a.storage, a.begin, a.value_index) < std::tie(b.storage, b.begin, b.value_index);
   });
   std::map<size_t, py::list> groups;  // ordered by position, because addresses vary
   for (size_t i = 0; i < all.size();) {
-    std::vector<MemoryExtent> group{all[i]};
+    std::vector<TensorByteRange> group{all[i]};
     int64_t end = all[i].end;
     for (i++; i < all.size() && all[i].storage == group[0].storage && all[i].begin < end; i++) {
       group.push_back(all[i]);
@@ -212,8 +214,8 @@ py::object find_overlapping_inputs(const std::vector<py::object>& values) {
 }
 
 // Sends the inputs of the next replay, without waiting.
-void copy_inputs(Connection& connection, const std::vector<at::Tensor>& graph_copies,
-                 const std::vector<at::Tensor>& inputs) {
+void copy_graph_inputs(Connection& connection, const std::vector<at::Tensor>& graph_copies,
+                       const std::vector<at::Tensor>& inputs) {
   c10::NoGradGuard no_grad;
   Connection::DeferredFlush flush(connection);
   for (size_t i = 0; i < graph_copies.size(); i++) graph_copies[i].copy_(inputs.at(i));
@@ -224,7 +226,7 @@ void copy_inputs(Connection& connection, const std::vector<at::Tensor>& graph_co
 at::Tensor copy_graph_result(const at::Tensor& result) {
   StorageHandle& handle = storage_handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
-  uint32_t storage = fills ? handle.connection->copy_graph_result(handle.storage) : 0;
+  uint32_t storage = fills ? handle.connection->copy_graph_result(handle.storage_number) : 0;
   if (!storage) return result.clone();
   OutputSpec output;
   output.dtype = result.scalar_type();
@@ -233,7 +235,7 @@ at::Tensor copy_graph_result(const at::Tensor& result) {
   output.is_contiguous = false;
   output.storage_bytes = static_cast<int64_t>(result.storage().nbytes());
   at::Tensor taken = make_remote_tensor(*handle.connection, storage, output);
-  if (handle.connection->options().blocking) handle.connection->synchronize();
+  if (handle.connection->options().waits_for_every_op) handle.connection->synchronize();
   return taken;
 }
 
@@ -271,9 +273,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("device_name"), py::arg("executor"), py::arg("kind"), py::arg("op_timeout_s"),
            py::arg("blocking"), py::arg("flush_ops"), py::arg("host"), py::arg("port"),
            py::arg("server_name"), py::arg("resume"), py::arg("token"))
-      .def_property_readonly("is_lost", &Connection::is_lost)
+      .def_property_readonly("is_lost", &Connection::is_session_lost)
       .def("synchronize", &Connection::synchronize, without_gil)
-      .def("copy_inputs", &copy_inputs)
+      .def("copy_inputs", &copy_graph_inputs)
       .def("seed", &seed_default_generator, without_gil)
       .def("fetch_executor_counters", &fetch_executor_counters_dict, py::kw_only(),
            py::arg("reset_peak") = false)
@@ -295,18 +297,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageAccess::Read);
   m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageAccess::Written);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
-    set_error_class(each.attr("code").cast<std::string>(), each.ptr());
+    register_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }
   m.def("register_kernels", [] {
     register_device_guard_and_hooks();
-    return register_ops();
+    return register_sent_ops();
   });
   m.def("try_keep_local_torch_accelerator", &try_keep_local_torch_accelerator);
   m.def("enter_remote_backward", &enter_remote_backward);
   m.def("leave_remote_backward", &leave_remote_backward);
   m.def("find_backward_device_kinds", [](const std::vector<at::Tensor>& roots) {
     BackwardDeviceKinds found = find_backward_device_kinds(roots);
-    return std::make_pair(found.remote, found.local);
+    return std::make_pair(found.uses_remote_device, found.uses_local_accelerator);
   });
   m.def("copy_graph_result", &copy_graph_result);
   m.def("find_overlapping_inputs", &find_overlapping_inputs);

@@ -12,21 +12,21 @@
 namespace genie {
 
 struct OpCall {
-  std::vector<int64_t> key;
-  WireWriter data;
-  std::vector<const at::Tensor*> tensors;  // remote tensors, in order; owned by the stack
+  std::vector<int64_t> template_key;
+  WireWriter record_data;
+  std::vector<const at::Tensor*> remote_tensors;  // in order; owned by the stack
   std::unordered_map<const c10::StorageImpl*, int64_t>
-      first_tensor_on_storage;  // storage -> tensor; used for many tensors
-  at::Generator generator;      // at most one; its number is at `generator_offset` in the data
+      first_tensor_index_by_storage;  // storage -> tensor; used for many tensors
+  at::Generator generator;            // at most one; its number is at `generator_offset` in the data
   size_t generator_offset = 0;
   Connection* connection = nullptr;
   const at::Tensor* misplaced_cpu_tensor = nullptr;  // a CPU tensor that would have to be moved
 
   void clear() {
-    key.clear();
-    data.clear();
-    tensors.clear();
-    if (!first_tensor_on_storage.empty()) first_tensor_on_storage.clear();
+    template_key.clear();
+    record_data.clear();
+    remote_tensors.clear();
+    if (!first_tensor_index_by_storage.empty()) first_tensor_index_by_storage.clear();
     generator = at::Generator();
     connection = nullptr;
     misplaced_cpu_tensor = nullptr;

@@ -7,29 +7,30 @@
 
 namespace genie {
 
-bool contains_any(const std::string& text, std::initializer_list<const char*> parts) {
+bool contains_any_substring(const std::string& text, std::initializer_list<const char*> parts) {
   for (const char* part : parts)
     if (text.find(part) != std::string::npos) return true;
   return false;
 }
 
-bool takes_tensor(const c10::Argument& argument) {
+bool accepts_tensor(const c10::Argument& argument) {
   return argument.type()->str().find("Tensor") != std::string::npos;
 }
 
 namespace {
 
-void find_undeclared_writes(const c10::FunctionSchema& schema, OpTraits& traits) {
-  static const char* const NAMES[] = {
+void set_undeclared_write_traits(const c10::FunctionSchema& schema, OpTraits& traits) {
+  static const char* const BATCH_NORM_OP_NAMES[] = {
       "aten::native_batch_norm",       "aten::cudnn_batch_norm",
       "aten::miopen_batch_norm",       "aten::batch_norm_update_stats",
       "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"};
-  traits.has_undeclared_writes =
-      std::find(std::begin(NAMES), std::end(NAMES), schema.name()) != std::end(NAMES);
-  for (size_t i = 0; traits.has_undeclared_writes && i < schema.arguments().size(); i++) {
+  traits.may_write_batch_norm_statistics =
+      std::find(std::begin(BATCH_NORM_OP_NAMES), std::end(BATCH_NORM_OP_NAMES), schema.name()) !=
+      std::end(BATCH_NORM_OP_NAMES);
+  for (size_t i = 0; traits.may_write_batch_norm_statistics && i < schema.arguments().size(); i++) {
     const std::string& name = schema.arguments()[i].name();
     traits.is_batch_norm_statistic.push_back(name == "running_mean" || name == "running_var");
-    if (name == "training") traits.training_argument = i;
+    if (name == "training") traits.training_argument_index = i;
   }
 }
 
@@ -45,25 +46,26 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
     auto type = argument.type();
     if (auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType();
     traits.is_number_argument.push_back(type->kind() == c10::TypeKind::NumberType);
-    traits.is_written.push_back(argument.alias_info() && argument.alias_info()->isWrite());
-    any_tensor |= takes_tensor(argument);
+    traits.is_mutable_argument.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+    any_tensor |= accepts_tensor(argument);
   }
-  find_undeclared_writes(schema, traits);
+  set_undeclared_write_traits(schema, traits);
   // Their output shapes depend on numbers.
-  traits.sends_numbers_as_data = any_tensor && !contains_any(name, {"upsample", "arange", "range", "linspace",
-                                                                    "logspace", "hist", "_fused_sdp_choice"});
+  traits.sends_numbers_as_data =
+      any_tensor && !contains_any_substring(name, {"upsample", "arange", "range", "linspace", "logspace",
+                                                   "hist", "_fused_sdp_choice"});
   traits.accepts_cpu_indices = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
-                               contains_any(name, {"_unsafe_index", "aten::_unsafe_masked"});
+                               contains_any_substring(name, {"_unsafe_index", "aten::_unsafe_masked"});
   // torch tags this op because of masks; with other indices, shapes determine the outputs.
   traits.outputs_depend_on_masks = name == "aten::index";
   traits.outputs_depend_on_values =
       !traits.outputs_depend_on_masks &&
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
   // Their output shapes differ from those of the meta functions, depending on the accelerator.
-  traits.trusts_meta_kernel =
-      !contains_any(name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention",
-                           "_efficient_attention", "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm",
-                           "multilabel_margin_loss", "log_sigmoid", "_fused_sdp_choice"});
+  traits.has_reliable_meta_kernel = !contains_any_substring(
+      name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
+             "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
+             "_fused_sdp_choice"});
   return traits;
 }
 

@@ -18,19 +18,19 @@ struct OpTraits {
   bool outputs_depend_on_values = false;
   bool outputs_depend_on_masks =
       false;  // outputs depend on values if an index, in the second argument, is a mask
-  bool trusts_meta_kernel = true;
-  std::vector<bool> is_number_argument, is_written;
+  bool has_reliable_meta_kernel = true;
+  std::vector<bool> is_number_argument, is_mutable_argument;
   // Batch norm statistics, which older ops write to although their schemas do not declare it: if the argument
-  // at `training_argument` is true, or always if there is none.
+  // at `training_argument_index` is true, or always if there is none.
   std::vector<bool> is_batch_norm_statistic;
-  bool has_undeclared_writes = false;
-  std::optional<size_t> training_argument;
+  bool may_write_batch_norm_statistics = false;
+  std::optional<size_t> training_argument_index;
 };
 
 // Computed once per op, and cached.
 const OpTraits& get_op_traits(const c10::OperatorHandle& op);
 
-bool contains_any(const std::string& text, std::initializer_list<const char*> parts);
-bool takes_tensor(const c10::Argument& argument);
+bool contains_any_substring(const std::string& text, std::initializer_list<const char*> parts);
+bool accepts_tensor(const c10::Argument& argument);
 
 }  // namespace genie

@@ -41,9 +41,9 @@ bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   bool functional = op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
   if (!functional && !op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) return false;
   if (schema.returns().empty() || returns_view(schema)) return false;
-  if (contains_any(name, {"sparse", "nested", "_like", "new_"})) return false;
+  if (contains_any_substring(name, {"sparse", "nested", "_like", "new_"})) return false;
   bool any_tensor = false;
-  for (const auto& argument : schema.arguments()) any_tensor |= takes_tensor(argument);
+  for (const auto& argument : schema.arguments()) any_tensor |= accepts_tensor(argument);
   if (!any_tensor) return false;
   // torch composes `out=` variants of functional ops with a copy; sending those whole has no benefit.
   bool has_kernel = functional || op.hasKernelForDispatchKey(DispatchKey::CPU);
@@ -52,7 +52,7 @@ bool is_sent_as_single_op(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-int register_ops() {
+int register_sent_ops() {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();

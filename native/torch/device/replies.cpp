@@ -12,11 +12,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t READ_WAIT_US_MAX = 500'000;
+constexpr int64_t SOCKET_READ_WAIT_US_MAX = 500'000;
 // Busy-waits like CUDA, for a limited time, on machines with enough cores.
 constexpr int64_t REPLY_SPIN_US = 10'000;
 constexpr unsigned REPLY_SPIN_CORES_MIN = 4;
-constexpr auto READER_POLL_INTERVAL = std::chrono::milliseconds(20);
+constexpr auto STATE_POLL_INTERVAL = std::chrono::milliseconds(20);
 // Pending parcels use memory on other executors.
 constexpr uint64_t PENDING_FETCH_BYTES_MAX = 256u << 20;
 constexpr size_t PENDING_FETCHES_MAX = 256;
@@ -79,42 +79,43 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
   auto started = Clock::now(), signals_checked = started;
   auto limit = std::chrono::duration<double>(options_.op_timeout_s);
   while (!done()) {
-    if (is_lost_) {
+    if (is_session_lost_) {
       lock.unlock();
-      raise_lost();
+      raise_session_lost();
     }
     auto now = Clock::now();
-    if (is_recording_thread()) recorder_last_active_at_ = now;
+    if (is_recording_thread()) recording_thread_active_at_ = now;
     if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
-      check_signals();
+      run_pending_signal_handlers();
       lock.lock();
       signals_checked = now;
       continue;
     }
-    if (is_broken_) {
-      state_changed_.wait_for(lock, READER_POLL_INTERVAL);
+    if (is_disconnected_) {
+      state_changed_.wait_for(lock, STATE_POLL_INTERVAL);
       started = now;  // resuming has its own timeout
       continue;
     }
     if (now - std::max(started, last_received_at_.load()) > limit) {
       lock.unlock();
-      mark_lost("no reply for " + std::to_string(options_.op_timeout_s) + " s");
+      mark_session_lost("no reply for " + std::to_string(options_.op_timeout_s) + " s");
       lock.lock();
       continue;
     }
-    if (!frames_.empty() && frames_.front().number <= last_acknowledged_frame_) {
+    if (!unacknowledged_frames_.empty() &&
+        unacknowledged_frames_.front().number <= last_acknowledged_frame_number_) {
       state_changed_.wait_for(lock,
-                              READER_POLL_INTERVAL);  // the sending thread is about to update the frames
+                              STATE_POLL_INTERVAL);  // the sending thread is about to update the frames
       continue;
     }
     lock.unlock();
-    bool is_reader = try_read_replies(READ_WAIT_US_MAX);
+    bool is_reader = try_read_replies_as_reader(SOCKET_READ_WAIT_US_MAX);
     lock.lock();
-    if (is_reader || done() || is_lost_) continue;
-    waiting_readers_++;
-    state_changed_.wait_for(lock, READER_POLL_INTERVAL);
-    waiting_readers_--;
+    if (is_reader || done() || is_session_lost_) continue;
+    threads_waiting_for_reader_++;
+    state_changed_.wait_for(lock, STATE_POLL_INTERVAL);
+    threads_waiting_for_reader_--;
   }
 }
 
@@ -135,7 +136,7 @@ void Connection::wait_for_reply(uint64_t reply_number, PendingReply& reply) {
     wait_until(lock, [&] { return reply.is_done; });
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
-    abandon_wait(lock, reply_number, reply);
+    abandon_pending_reply(lock, reply_number, reply);
     throw;
   }
   lock.unlock();
@@ -144,19 +145,19 @@ void Connection::wait_for_reply(uint64_t reply_number, PendingReply& reply) {
 
 // The wait has ended because of a signal or a lost connection: `reply` and its memory are about to be
 // destroyed. If the reply arrives later, it is read and discarded.
-void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t reply_number,
-                              PendingReply& reply) {
+void Connection::abandon_pending_reply(std::unique_lock<std::mutex>& lock, uint64_t reply_number,
+                                       PendingReply& reply) {
   bool due = pending_replies_.erase(reply_number) > 0;
-  waiting_for_buffers_++;
+  threads_waiting_for_buffers_++;
   state_changed_.wait(lock, [&] { return reply_being_filled_ != &reply; });
-  waiting_for_buffers_--;
-  if (is_lost_) return;
+  threads_waiting_for_buffers_--;
+  if (is_session_lost_) return;
   std::string error_text;
   try {
     if (due) {
-      abandoned_replies_[reply_number] = {reply.destination_bytes, reply.needs_binding};
-    } else if (reply.needs_binding && reply.kind == ReplyKind::Reply) {
-      queue_unbound_reply(reply_number, count_reply_outputs(reply.payload));
+      abandoned_replies_[reply_number] = {reply.destination_bytes, reply.needs_output_binding};
+    } else if (reply.needs_output_binding && reply.kind == ReplyKind::Reply) {
+      queue_unbound_outputs(reply_number, count_reply_outputs(reply.payload));
     }
     if (abandoned_replies_.size() > ABANDONED_REPLIES_MAX) {
       error_text =
@@ -166,41 +167,41 @@ void Connection::abandon_wait(std::unique_lock<std::mutex>& lock, uint64_t reply
     error_text = std::string("protocol violation by the executor: ") + error.what();
   }
   lock.unlock();
-  if (!error_text.empty()) mark_lost(error_text);
+  if (!error_text.empty()) mark_session_lost(error_text);
 }
 
 void Connection::discard_outputs(uint64_t reply_number, uint32_t output_count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  queue_unbound_reply(reply_number, output_count);
+  queue_unbound_outputs(reply_number, output_count);
 }
 
-void Connection::queue_unbound_reply(uint64_t reply_number, uint32_t output_count) {
-  if (output_count) unbound_replies_.emplace_back(reply_number, output_count);
-  free_unbound_outputs();
+void Connection::queue_unbound_outputs(uint64_t reply_number, uint32_t output_count) {
+  if (output_count) unbound_outputs_.emplace_back(reply_number, output_count);
+  bind_and_free_unbound_outputs();
 }
 
 // Binds outputs of discarded DynamicOps and frees them at once. Not during a recording, which would record
 // that.
-void Connection::free_unbound_outputs() {
-  if (recording_graph_ || is_lost_) return;
-  while (!unbound_replies_.empty()) {
-    auto [number, count] = unbound_replies_.back();
+void Connection::bind_and_free_unbound_outputs() {
+  if (recording_graph_ || is_session_lost_) return;
+  while (!unbound_outputs_.empty()) {
+    auto [number, count] = unbound_outputs_.back();
     if (free_storage_numbers_.size() + (STORAGES_MAX - next_storage_number_) < count)
       return;  // retried later
     std::vector<uint32_t> storages(count);
-    for (uint32_t& storage : storages) storage = next_free_storage_number();
-    records_.begin_record(RecordKind::BindOutputs, count);
-    records_.write_u64(number);
-    records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
+    for (uint32_t& storage : storages) storage = take_free_storage_number();
+    next_frame_records_.begin_record(RecordKind::BindOutputs, count);
+    next_frame_records_.write_u64(number);
+    next_frame_records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     for (uint32_t storage : storages) {
-      records_.begin_record(RecordKind::Free);
-      records_.write_u32(storage);
+      next_frame_records_.begin_record(RecordKind::Free);
+      next_frame_records_.write_u32(storage);
     }
     free_storage_numbers_.insert(free_storage_numbers_.end(), storages.begin(), storages.end());
-    pending_record_count_++;
-    unbound_replies_.pop_back();
+    next_frame_record_count_++;
+    unbound_outputs_.pop_back();
   }
-  if (is_sender_asleep_) wake_sender();
+  if (is_sender_thread_asleep_) wake_sender_thread();
 }
 
 void Connection::raise_reply_error(const PendingReply& reply) {
@@ -209,20 +210,20 @@ void Connection::raise_reply_error(const PendingReply& reply) {
     WireReader reader(reply.payload.data(), reply.payload.size());
     remote = read_remote_error(reader);
   } catch (const ProtocolError& error) {
-    fail_session(error);
+    fail_session_and_raise(error);
   }
-  raise_remote_error(remote, options_.device_name + ", " + options_.executor);
+  raise_remote_error(remote, options_.device_name + ", " + options_.executor_description);
 }
 
-void Connection::fail_session(const ProtocolError& error) {
-  mark_lost(std::string("protocol violation by the executor: ") + error.what());
-  raise_lost();
+void Connection::fail_session_and_raise(const ProtocolError& error) {
+  mark_session_lost(std::string("protocol violation by the executor: ") + error.what());
+  raise_session_lost();
 }
 
 // --- reading ------------------------------------------------------------------------------------
 
 // True if this thread was the reader.
-bool Connection::try_read_replies(int64_t timeout_us) {
+bool Connection::try_read_replies_as_reader(int64_t timeout_us) {
   std::unique_lock<std::mutex> reading(read_mutex_, std::try_to_lock);
   if (!reading) return false;
   if (!stream_) return true;  // closed meanwhile
@@ -230,37 +231,38 @@ bool Connection::try_read_replies(int64_t timeout_us) {
   try {
     received = read_reply(timeout_us);
     // Replies that arrived with the first one are read as well, without waiting.
-    while (received && read_end_ - read_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
+    while (received && read_buffer_end_ - read_buffer_start_ >= sizeof(ReplyHeader) && read_reply(0)) {
     }
   } catch (const ProtocolError& error) {
-    mark_lost(std::string("protocol violation by the executor: ") + error.what());
+    mark_session_lost(std::string("protocol violation by the executor: ") + error.what());
   } catch (const std::exception& error) {
-    mark_broken(error.what());
+    mark_disconnected(error.what());
   }
   reading.unlock();
   std::vector<PendingFetch> completed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     completed.swap(completed_fetches_);
-    if (received || waiting_readers_ > 0) state_changed_.notify_all();
+    if (received || threads_waiting_for_reader_ > 0) state_changed_.notify_all();
   }
   drop_fetched_parcels(completed);
   return true;
 }
 
-bool Connection::receive_at_least(size_t needed_bytes, int64_t timeout_us) {
-  while (read_end_ - read_start_ < needed_bytes) {
-    if (read_start_ == read_end_) read_start_ = read_end_ = 0;
-    if (read_buffer_.size() - read_start_ < needed_bytes) {
-      std::memmove(read_buffer_.data(), read_buffer_.data() + read_start_, read_end_ - read_start_);
-      read_end_ -= read_start_;
-      read_start_ = 0;
+bool Connection::fill_read_buffer(size_t needed_bytes, int64_t timeout_us) {
+  while (read_buffer_end_ - read_buffer_start_ < needed_bytes) {
+    if (read_buffer_start_ == read_buffer_end_) read_buffer_start_ = read_buffer_end_ = 0;
+    if (read_buffer_.size() - read_buffer_start_ < needed_bytes) {
+      std::memmove(read_buffer_.data(), read_buffer_.data() + read_buffer_start_,
+                   read_buffer_end_ - read_buffer_start_);
+      read_buffer_end_ -= read_buffer_start_;
+      read_buffer_start_ = 0;
     }
-    size_t space = read_buffer_.size() - read_end_;
-    size_t got =
-        stream_->read_spinning(read_buffer_.data() + read_end_, space, timeout_us, reply_spin_duration_us());
+    size_t space = read_buffer_.size() - read_buffer_end_;
+    size_t got = stream_->read_spinning(read_buffer_.data() + read_buffer_end_, space, timeout_us,
+                                        reply_spin_duration_us());
     if (got == 0) return false;
-    read_end_ += got;
+    read_buffer_end_ += got;
     update_last_received_time();
   }
   return true;
@@ -268,11 +270,11 @@ bool Connection::receive_at_least(size_t needed_bytes, int64_t timeout_us) {
 
 // A partial reply is kept, and the next call continues with it.
 bool Connection::read_reply(int64_t timeout_us) {
-  if (!incoming_reply_.is_started) {
-    if (!receive_at_least(sizeof(ReplyHeader), timeout_us)) return false;
+  if (!incoming_reply_.is_header_received) {
+    if (!fill_read_buffer(sizeof(ReplyHeader), timeout_us)) return false;
     ReplyHeader header;
-    std::memcpy(&header, read_buffer_.data() + read_start_, sizeof header);
-    read_start_ += sizeof header;
+    std::memcpy(&header, read_buffer_.data() + read_buffer_start_, sizeof header);
+    read_buffer_start_ += sizeof header;
     if (header.kind == ReplyKind::Acknowledge) {
       if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
       std::lock_guard<std::mutex> lock(mutex_);
@@ -280,14 +282,14 @@ bool Connection::read_reply(int64_t timeout_us) {
       drop_acknowledged_frames(header.frames_received);
       return true;
     }
-    begin_reply_payload(header);
+    begin_reading_payload(header);
   }
   while (incoming_reply_.received_bytes < incoming_reply_.header.bytes) {
-    if (!read_payload(timeout_us)) return false;
+    if (!read_payload_part(timeout_us)) return false;
   }
-  incoming_reply_.is_started = false;
+  incoming_reply_.is_header_received = false;
   if (incoming_reply_.header.kind == ReplyKind::Fatal) {
-    handle_fatal_reply();
+    mark_lost_by_fatal_reply();
   } else {
     deliver_reply();
   }
@@ -295,11 +297,11 @@ bool Connection::read_reply(int64_t timeout_us) {
 }
 
 void Connection::check_acknowledged_frame_count(uint64_t frames_received) const {
-  if (frames_received > frames_created_)
+  if (frames_received > created_frame_count_)
     throw ProtocolError("acknowledgement of frames that were never sent");
 }
 
-void Connection::begin_reply_payload(const ReplyHeader& header) {
+void Connection::begin_reading_payload(const ReplyHeader& header) {
   if (header.kind != ReplyKind::Fatal && header.kind != ReplyKind::Reply && header.kind != ReplyKind::Error) {
     throw ProtocolError("a reply is of an unknown kind");
   }
@@ -323,11 +325,11 @@ void Connection::begin_reply_payload(const ReplyHeader& header) {
 
 // Reads a part. A caller's memory is written to only while `reply_being_filled_` is set, so that the caller
 // can stop waiting.
-bool Connection::read_payload(int64_t timeout_us) {
+bool Connection::read_payload_part(int64_t timeout_us) {
   uint8_t* target = incoming_reply_.payload.data();
   uint64_t left = incoming_reply_.header.bytes - incoming_reply_.received_bytes;
-  size_t here = std::min<size_t>(left, read_end_ - read_start_);
-  if (incoming_reply_.to_waiting_thread) {
+  size_t here = std::min<size_t>(left, read_buffer_end_ - read_buffer_start_);
+  if (incoming_reply_.goes_to_waiting_thread) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = pending_replies_.find(incoming_reply_.header.number);
     if (found != pending_replies_.end()) reply_being_filled_ = found->second;
@@ -338,12 +340,13 @@ bool Connection::read_payload(int64_t timeout_us) {
     ~ReplyFillGuard() {
       std::lock_guard<std::mutex> lock(connection.mutex_);
       connection.reply_being_filled_ = nullptr;
-      if (connection.waiting_for_buffers_) connection.state_changed_.notify_all();
+      if (connection.threads_waiting_for_buffers_) connection.state_changed_.notify_all();
     }
   } filled{*this};
   if (here > 0) {
-    if (target) std::memcpy(target + incoming_reply_.received_bytes, read_buffer_.data() + read_start_, here);
-    read_start_ += here;
+    if (target)
+      std::memcpy(target + incoming_reply_.received_bytes, read_buffer_.data() + read_buffer_start_, here);
+    read_buffer_start_ += here;
     incoming_reply_.received_bytes += here;
     return true;
   }
@@ -356,10 +359,10 @@ bool Connection::read_payload(int64_t timeout_us) {
   return got > 0;
 }
 
-void Connection::handle_fatal_reply() {
+void Connection::mark_lost_by_fatal_reply() {
   WireReader reader(incoming_reply_.payload.data(), incoming_reply_.payload.size());
   RemoteError error = read_remote_error(reader);
-  mark_lost(to_ascii(error.message + " (" + error.code + ")"));
+  mark_session_lost(to_ascii(error.message + " (" + error.code + ")"));
 }
 
 void Connection::deliver_reply() {
@@ -371,9 +374,10 @@ void Connection::deliver_reply() {
   replies_received_ = header.number;
   auto left = abandoned_replies_.find(header.number);
   if (left != abandoned_replies_.end()) {
-    bool needs_binding = left->second.needs_binding && header.kind == ReplyKind::Reply;
+    bool needs_output_binding = left->second.needs_output_binding && header.kind == ReplyKind::Reply;
     abandoned_replies_.erase(left);
-    if (needs_binding) queue_unbound_reply(header.number, count_reply_outputs(incoming_reply_.payload));
+    if (needs_output_binding)
+      queue_unbound_outputs(header.number, count_reply_outputs(incoming_reply_.payload));
   }
   auto found = pending_replies_.find(header.number);
   if (found == pending_replies_.end()) return;
@@ -389,7 +393,7 @@ void Connection::synchronize() {
   PendingReply reply;
   LockedRecordWriter writer(*this);
   writer.records().begin_record(RecordKind::Sync);
-  uint64_t number = writer.finish_request(reply);
+  uint64_t number = writer.finish_record_and_request_reply(reply);
   wait_for_reply(number, reply);
 }
 

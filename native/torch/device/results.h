@@ -21,10 +21,11 @@ inline c10::IValue make_result(const OutputSpec& output, Connection& connection,
                                const std::vector<at::Tensor>& inputs) {
   switch (output.kind) {
     case OutputKind::New:
-      if (output.is_view) return make_remote_view(inputs[static_cast<size_t>(output.source_input)], output);
+      if (output.is_view)
+        return make_remote_view(inputs[static_cast<size_t>(output.source_input_index)], output);
       return make_remote_tensor(connection, *storages++, output);
     case OutputKind::Alias:
-      return inputs[static_cast<size_t>(output.source_input)];
+      return inputs[static_cast<size_t>(output.source_input_index)];
     case OutputKind::List: {
       c10::impl::GenericList items(output.constant.toList().elementType());
       for (const OutputSpec& item : output.items)

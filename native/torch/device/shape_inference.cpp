@@ -21,19 +21,21 @@ using torch::jit::Stack;
 // The remote tensors of a call, with their meta counterparts. A list may hold thousands, so lookups are
 // hashed.
 struct MetaTensors {
-  std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
-  std::unordered_map<const c10::TensorImpl*, size_t> positions;  // of the real tensors in `tensors`
-  std::vector<std::pair<Tensor, Tensor>> tensors;
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> meta_storage_by_remote_storage;
+  std::unordered_map<const c10::TensorImpl*, size_t>
+      index_by_remote_tensor;  // of the real tensors in `remote_and_meta_tensors`
+  std::vector<std::pair<Tensor, Tensor>> remote_and_meta_tensors;
 
   Tensor make_meta_tensor(const Tensor& remote_tensor) {
-    auto [place, added] = positions.emplace(remote_tensor.unsafeGetTensorImpl(), tensors.size());
-    if (!added) return tensors[place->second].second;
+    auto [place, added] =
+        index_by_remote_tensor.emplace(remote_tensor.unsafeGetTensorImpl(), remote_and_meta_tensors.size());
+    if (!added) return remote_and_meta_tensors[place->second].second;
     const auto* storage = remote_tensor.storage().unsafeGetStorageImpl();
-    auto found = storages.find(storage);
-    if (found == storages.end()) {
+    auto found = meta_storage_by_remote_storage.find(storage);
+    if (found == meta_storage_by_remote_storage.end()) {
       auto bytes = static_cast<int64_t>(remote_tensor.storage().nbytes());
       Tensor whole = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(at::kMeta));
-      found = storages.emplace(storage, whole.storage()).first;
+      found = meta_storage_by_remote_storage.emplace(storage, whole.storage()).first;
     }
     Tensor meta = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::Meta), remote_tensor.dtype());
@@ -41,7 +43,7 @@ struct MetaTensors {
                                                       remote_tensor.storage_offset());
     if (remote_tensor.is_conj()) meta._set_conj(true);
     if (remote_tensor.is_neg()) meta._set_neg(true);
-    tensors.emplace_back(remote_tensor, meta);
+    remote_and_meta_tensors.emplace_back(remote_tensor, meta);
     return meta;
   }
 
@@ -67,48 +69,48 @@ struct MetaTensors {
 struct InferenceFailed : std::exception {};
 
 // Finds the input that an output on the meta device is, or is a view of.
-class OutputOrigins {
+class MetaOutputOrigins {
  public:
   struct InputOrigin {
-    int input;  // the first input that is this tensor, or -1
-    int64_t offset;
+    int input_index;  // the first input that is this tensor, or -1
+    int64_t storage_offset;
   };
 
-  OutputOrigins(const MetaTensors& metas, const std::vector<const Tensor*>& inputs) {
+  MetaOutputOrigins(const MetaTensors& metas, const std::vector<const Tensor*>& inputs) {
     std::unordered_map<const c10::TensorImpl*, int> positions;
     for (size_t i = 0; i < inputs.size(); i++)
       positions.emplace(inputs[i]->unsafeGetTensorImpl(), static_cast<int>(i));
-    for (const auto& [real, meta] : metas.tensors) {
+    for (const auto& [real, meta] : metas.remote_and_meta_tensors) {
       auto place = positions.find(real.unsafeGetTensorImpl());
       InputOrigin origin{place == positions.end() ? -1 : place->second, meta.storage_offset()};
-      tensors_.emplace(meta.unsafeGetTensorImpl(), origin);
-      memory_.emplace(meta.storage().unsafeGetStorageImpl(), origin);
+      origin_by_tensor_.emplace(meta.unsafeGetTensorImpl(), origin);
+      origin_by_storage_.emplace(meta.storage().unsafeGetStorageImpl(), origin);
     }
   }
 
   // The input that the tensor is, or null.
   const InputOrigin* find_same_input(const Tensor& meta_output) const {
-    return look_up(tensors_, meta_output.unsafeGetTensorImpl());
+    return find_origin(origin_by_tensor_, meta_output.unsafeGetTensorImpl());
   }
   // The first input that it shares memory with, or null.
   const InputOrigin* find_shared_memory_input(const Tensor& meta_output) const {
-    return look_up(memory_, meta_output.storage().unsafeGetStorageImpl());
+    return find_origin(origin_by_storage_, meta_output.storage().unsafeGetStorageImpl());
   }
 
  private:
   template <class Known>
-  static const InputOrigin* look_up(const Known& origins, typename Known::key_type key) {
+  static const InputOrigin* find_origin(const Known& origins, typename Known::key_type key) {
     auto origin = origins.find(key);
     if (origin == origins.end()) return nullptr;
-    if (origin->second.input < 0) throw InferenceFailed();
+    if (origin->second.input_index < 0) throw InferenceFailed();
     return &origin->second;
   }
 
-  std::unordered_map<const c10::TensorImpl*, InputOrigin> tensors_;
-  std::unordered_map<const c10::StorageImpl*, InputOrigin> memory_;
+  std::unordered_map<const c10::TensorImpl*, InputOrigin> origin_by_tensor_;
+  std::unordered_map<const c10::StorageImpl*, InputOrigin> origin_by_storage_;
 };
 
-OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const OutputOrigins& origins) {
+OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const MetaOutputOrigins& origins) {
   OutputSpec output;
   if (!meta_output.defined()) return output;
   if (!meta_output.is_meta() || meta_output.layout() != at::kStrided ||
@@ -116,7 +118,7 @@ OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const OutputO
     throw InferenceFailed();
   if (const auto* same = origins.find_same_input(meta_output)) {
     output.kind = OutputKind::Alias;
-    output.source_input = same->input;
+    output.source_input_index = same->input_index;
     return output;
   }
   output.kind = OutputKind::New;
@@ -126,8 +128,8 @@ OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const OutputO
   output.is_contiguous = meta_output.is_contiguous();
   if (const auto* shared = origins.find_shared_memory_input(meta_output)) {
     output.is_view = true;
-    output.source_input = shared->input;
-    output.offset = meta_output.storage_offset() - shared->offset;
+    output.source_input_index = shared->input_index;
+    output.offset = meta_output.storage_offset() - shared->storage_offset;
     return output;
   }
   if (meta_output.storage_offset() || meta_output.is_conj() || meta_output.is_neg()) throw InferenceFailed();
@@ -136,12 +138,13 @@ OutputSpec output_spec_from_meta_tensor(const Tensor& meta_output, const OutputO
   return output;
 }
 
-OutputSpec output_spec_from_meta(const IValue& value, const OutputOrigins& origins) {
+OutputSpec output_spec_from_meta_value(const IValue& value, const MetaOutputOrigins& origins) {
   if (value.isTensor()) return output_spec_from_meta_tensor(value.toTensor(), origins);
   OutputSpec output;
   if (value.isList()) {
     output.kind = OutputKind::List;
-    for (const IValue& item : value.toListRef()) output.items.push_back(output_spec_from_meta(item, origins));
+    for (const IValue& item : value.toListRef())
+      output.items.push_back(output_spec_from_meta_value(item, origins));
     output.constant = c10::impl::GenericList(value.toList().elementType());
   } else if (value.isNone()) {
     output.constant = value;
@@ -155,9 +158,9 @@ OutputSpec output_spec_from_meta(const IValue& value, const OutputOrigins& origi
 }
 
 // Applies resizes of arguments (`out=`) before the op is sent. Returns whether there was one.
-bool apply_any_inferred_resizes(const MetaTensors& metas) {
+bool apply_resizes_and_check_any_resized(const MetaTensors& metas) {
   bool any = false;
-  for (const auto& [real, meta] : metas.tensors) {
+  for (const auto& [real, meta] : metas.remote_and_meta_tensors) {
     if (meta.sizes() == real.sizes() && meta.strides() == real.strides()) continue;
     auto* impl = real.unsafeGetTensorImpl();
     auto bytes = at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.itemsize(),
@@ -188,8 +191,8 @@ OpExecutionMode choose_execution_mode(const OpTraits& traits, const std::vector<
     all_local &= has_only_views(output);
     views |= has_view(output);
   }
-  if (all_local) return OpExecutionMode::Local;
-  return views ? OpExecutionMode::Dynamic : OpExecutionMode::Stream;
+  if (all_local) return OpExecutionMode::ClientOnly;
+  return views ? OpExecutionMode::AwaitReply : OpExecutionMode::Streamed;
 }
 
 bool has_mask_index(const IValue& indices) {
@@ -208,8 +211,8 @@ InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& tra
   InferredOutputs inference;
   bool by_values = traits.outputs_depend_on_values ||
                    (traits.outputs_depend_on_masks && has_mask_index(stack[first_argument + 1]));
-  inference.mode = by_values ? OpExecutionMode::Dynamic : OpExecutionMode::Learn;
-  if (by_values || !traits.trusts_meta_kernel) return inference;
+  inference.mode = by_values ? OpExecutionMode::AwaitReply : OpExecutionMode::LearnFromReply;
+  if (by_values || !traits.has_reliable_meta_kernel) return inference;
   MetaTensors metas;
   Stack meta;
   try {
@@ -220,15 +223,15 @@ InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& tra
   } catch (const std::exception&) {
     return inference;  // the executor reports the error, or supports what the meta device does not
   }
-  if (apply_any_inferred_resizes(metas)) {
-    inference.resized = true;
+  if (apply_resizes_and_check_any_resized(metas)) {
+    inference.has_resized_arguments = true;
     return inference;
   }
   try {
-    OutputOrigins origins(metas, inputs);
+    MetaOutputOrigins origins(metas, inputs);
     for (size_t i = 0; i < traits.return_count; i++) {
       inference.outputs.push_back(
-          output_spec_from_meta(meta[meta.size() - traits.return_count + i], origins));
+          output_spec_from_meta_value(meta[meta.size() - traits.return_count + i], origins));
     }
     inference.mode = choose_execution_mode(traits, inference.outputs);
   } catch (const InferenceFailed&) {

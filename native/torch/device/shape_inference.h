@@ -11,10 +11,11 @@
 
 namespace genie {
 
-// `resized`: the op resizes some of its arguments, which has been applied; the key of the call has changed.
+// `has_resized_arguments`: the op resizes some of its arguments, which has been applied; the key of the call
+// has changed.
 struct InferredOutputs {
-  OpExecutionMode mode = OpExecutionMode::Dynamic;
-  bool resized = false;
+  OpExecutionMode mode = OpExecutionMode::AwaitReply;
+  bool has_resized_arguments = false;
   std::vector<OutputSpec> outputs;
 };
 

@@ -15,9 +15,9 @@ namespace {
 
 constexpr uint64_t PLACEHOLDER_POINTER_PREFIX = 0xDEAD;
 
-void free_storage_handle(void* context) noexcept {
+void free_storage_and_handle(void* context) noexcept {
   auto* handle = static_cast<StorageHandle*>(context);
-  handle->connection->free_storage(handle->storage);
+  handle->connection->free_storage(handle->storage_number);
   delete handle;
 }
 
@@ -29,9 +29,9 @@ void* make_placeholder_pointer(int index, uint32_t storage) {
 }
 
 c10::DataPtr make_data_ptr(Connection& connection, uint32_t storage) {
-  int index = connection.options().index;
+  int index = connection.options().device_index;
   auto* handle = new StorageHandle{ConnectionPtr::reclaim_copy(&connection), storage};
-  return {make_placeholder_pointer(index, storage), handle, &free_storage_handle,
+  return {make_placeholder_pointer(index, storage), handle, &free_storage_and_handle,
           c10::Device(DEVICE_TYPE, static_cast<c10::DeviceIndex>(index))};
 }
 
@@ -41,7 +41,8 @@ StorageHandle& storage_handle_by_pointer(const void* pointer) {
   ConnectionPtr connection;
   if (value >> 48 == PLACEHOLDER_POINTER_PREFIX)
     connection = device_registry().find_open_connection(static_cast<int>(value >> 40 & 0xff));
-  if (!connection) raise("device.op_refused", "this tensor has no memory on a remote accelerator");
+  if (!connection)
+    raise_python_error("device.op_refused", "this tensor has no memory on a remote accelerator");
   static thread_local StorageHandle found;
   found = {connection, static_cast<uint32_t>(value)};
   return found;
@@ -51,20 +52,20 @@ StorageHandle& storage_handle_by_pointer(const void* pointer) {
 
 StorageHandle& storage_handle_of(const c10::StorageImpl& storage) {
   const c10::DataPtr& data = storage.data_ptr();
-  if (data.get_deleter() != &free_storage_handle) return storage_handle_by_pointer(data.get());
+  if (data.get_deleter() != &free_storage_and_handle) return storage_handle_by_pointer(data.get());
   return *static_cast<StorageHandle*>(data.get_context());
 }
 
 StorageHandle& storage_handle_of(const c10::TensorImpl& tensor) {
   if (!tensor.has_storage())
-    raise("device.op_refused", "a tensor without a storage cannot be sent to an executor");
+    raise_python_error("device.op_refused", "a tensor without a storage cannot be sent to an executor");
   return storage_handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
 }
 
 bool has_storage_handle(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   return impl->has_storage() &&
-         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &free_storage_handle;
+         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &free_storage_and_handle;
 }
 
 at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output) {
@@ -92,7 +93,7 @@ at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output) 
   return tensor;
 }
 
-c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
+c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes) {
   uint32_t storage;
   {
     Connection::LockedRecordWriter writer(connection);
@@ -107,17 +108,17 @@ c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes) {
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
   StorageHandle& handle = storage_handle_of(storage);
-  if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage)) {
+  if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage_number)) {
     // It is empty, so a new storage replaces it; an allocation can be recorded, a resize cannot.
     ConnectionPtr connection = handle.connection;
-    storage.set_data_ptr_noswap(allocate_remote(*connection, bytes));
+    storage.set_data_ptr_noswap(allocate_remote_storage(*connection, bytes));
     storage.set_nbytes(bytes);
     return;
   }
   handle.connection->check_not_recording("resizing a tensor");
   Connection::LockedRecordWriter writer(*handle.connection);
   writer.records().begin_record(RecordKind::Resize);
-  writer.records().write_u32(handle.storage);
+  writer.records().write_u32(handle.storage_number);
   writer.records().write_u64(bytes);
   writer.finish_record();
   storage.set_nbytes(bytes);
@@ -125,12 +126,13 @@ void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
 
 void check_dimension_count(int64_t count) {
   if (count <= static_cast<int64_t>(DIMENSIONS_MAX)) return;
-  raise("device.op_refused", "a tensor on remote_accelerator has at most " + std::to_string(DIMENSIONS_MAX) +
-                                 " dimensions, not " + std::to_string(count));
+  raise_python_error("device.op_refused", "a tensor on remote_accelerator has at most " +
+                                              std::to_string(DIMENSIONS_MAX) + " dimensions, not " +
+                                              std::to_string(count));
 }
 
 void write_storage_view(WireWriter& writer, const at::Tensor& tensor) {
-  writer.write_u32(storage_handle_of(tensor).storage);
+  writer.write_u32(storage_handle_of(tensor).storage_number);
   writer.write_u8(static_cast<uint8_t>(tensor.scalar_type()));
   writer.write_u8(static_cast<uint8_t>(tensor.dim()));
   writer.write_u8((tensor.is_conj() ? VIEW_CONJUGATE : 0) | (tensor.is_neg() ? VIEW_NEGATIVE : 0));

@@ -12,7 +12,7 @@ namespace genie {
 // Owned by a torch storage; frees the executor's storage with it.
 struct StorageHandle {
   ConnectionPtr connection;
-  uint32_t storage = 0;
+  uint32_t storage_number = 0;
 };
 
 // The handle of a storage; raises for a tensor without remote memory.
@@ -30,7 +30,7 @@ at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const Ou
 // A view of the same storage.
 at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output);
 // Allocates a storage of this size.
-c10::DataPtr allocate_remote(Connection& connection, uint64_t bytes);
+c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes);
 // Resizes the storage on both sides.
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes);
 

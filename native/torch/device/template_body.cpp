@@ -70,7 +70,7 @@ void write_argument(WireWriter& out, const IValue& value, bool number_as_data, b
   }
 }
 
-void write_output(WireWriter& out, const OutputSpec& output) {
+void write_output_spec(WireWriter& out, const OutputSpec& output) {
   out.write_u8(static_cast<uint8_t>(output.kind));
   if (output.kind == OutputKind::New) {
     out.write_u8(static_cast<uint8_t>(output.dtype));
@@ -78,10 +78,10 @@ void write_output(WireWriter& out, const OutputSpec& output) {
     for (int64_t size : output.sizes) out.write_i64(size);
     for (int64_t stride : output.strides) out.write_i64(stride);
   } else if (output.kind == OutputKind::Alias) {
-    out.write_u32(static_cast<uint32_t>(output.source_input));
+    out.write_u32(static_cast<uint32_t>(output.source_input_index));
   } else if (output.kind == OutputKind::List) {
     out.write_u32(static_cast<uint32_t>(output.items.size()));
-    for (const OutputSpec& item : output.items) write_output(out, item);
+    for (const OutputSpec& item : output.items) write_output_spec(out, item);
   } else if (output.kind == OutputKind::Integer) {
     out.write_i64(output.constant.toInt());
   }
@@ -103,7 +103,7 @@ WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& t
   body.write_u8(outputs != nullptr);
   if (outputs) {
     body.write_u32(static_cast<uint32_t>(outputs->size()));
-    for (const OutputSpec& output : *outputs) write_output(body, output);
+    for (const OutputSpec& output : *outputs) write_output_spec(body, output);
   }
   return body;
 }

@@ -18,33 +18,33 @@ namespace genie {
 // One output, as the client constructs it.
 struct OutputSpec {
   OutputKind kind = OutputKind::None;
-  bool is_view = false;  // of input `source_input`; local to the client
+  bool is_view = false;  // of input `source_input_index`; local to the client
   bool is_contiguous = false;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   int64_t storage_bytes = 0;
-  int source_input = -1;
+  int source_input_index = -1;
   c10::IValue constant;  // a number; for a list, an empty list of its type; None if the op returns None
   std::vector<OutputSpec> items;
 };
 
 // How calls with one key are executed.
 enum class OpExecutionMode : uint8_t {
-  Local,    // returns only views of its inputs; not sent
-  Stream,   // outputs are predicted; sent without a reply
-  Dynamic,  // outputs depend on values: the executor's reply describes them
-  Learn,    // outputs cannot be predicted, but the executor's first reply holds for all calls
+  ClientOnly,      // returns only views of its inputs; not sent
+  Streamed,        // outputs are predicted; sent without a reply
+  AwaitReply,      // outputs depend on values: the executor's reply describes them
+  LearnFromReply,  // outputs cannot be predicted, but the executor's first reply holds for all calls
 };
 
 struct CachedTemplate final : c10::intrusive_ptr_target {
   std::vector<int64_t> key;
   uint64_t hash = 0;
   uint32_t number = 0;
-  OpExecutionMode mode = OpExecutionMode::Dynamic;
-  bool was_used = true;  // since the last eviction
-  uint32_t new_storages = 0;
-  uint32_t entry_count =
+  OpExecutionMode mode = OpExecutionMode::AwaitReply;
+  bool was_used_since_eviction = true;
+  uint32_t new_storage_count = 0;
+  uint32_t argument_and_output_count =
       0;  // arguments and outputs, including those in lists; at least what the executor counts
   std::vector<OutputSpec> outputs;
 };
@@ -63,14 +63,15 @@ inline uint64_t hash_template_key(const std::vector<int64_t>& key) {
 // Hash table with open addressing, and CLOCK eviction when it is full.
 class TemplateCache {
  public:
-  explicit TemplateCache(uint32_t capacity) : capacity_(capacity), slots_(1024) {}
+  explicit TemplateCache(uint32_t template_count_max)
+      : template_count_max_(template_count_max), hash_slots_(1024) {}
 
   CachedTemplatePtr find(uint64_t hash, const std::vector<int64_t>& key) {
     for (size_t at = hash & slot_mask();; at = (at + 1) & slot_mask()) {
-      const CachedTemplatePtr& found = slots_[at];
+      const CachedTemplatePtr& found = hash_slots_[at];
       if (!found) return {};
       if (found->hash == hash && found->key == key) {
-        found->was_used = true;
+        found->was_used_since_eviction = true;
         return found;
       }
     }
@@ -79,87 +80,88 @@ class TemplateCache {
   // Assigns a number to the template, and writes DropTemplate for those that are evicted.
   void insert(const CachedTemplatePtr& added, WireWriter& records) {
     while (template_count_ > 0 &&
-           (template_count_ >= capacity_ || entry_count_ + added->entry_count > CACHED_ENTRIES_MAX))
-      evict_quarter(records);
-    if ((template_count_ + 1) * 2 > slots_.size()) rehash(slots_.size() * 2);
-    added->number = assign_number();
-    put_into_slot(added);
+           (template_count_ >= template_count_max_ ||
+            argument_and_output_count_ + added->argument_and_output_count > CACHED_ARGUMENTS_AND_OUTPUTS_MAX))
+      evict_quarter_of_templates(records);
+    if ((template_count_ + 1) * 2 > hash_slots_.size()) resize_hash_slots(hash_slots_.size() * 2);
+    added->number = assign_template_number();
+    put_into_hash_slot(added);
     template_count_++;
-    entry_count_ += added->entry_count;
+    argument_and_output_count_ += added->argument_and_output_count;
   }
 
   // Assigns a new number to the template; the executor drops the old one.
-  void assign_new_number(CachedTemplate& cached_template, WireWriter& records) {
+  void assign_new_template_number(CachedTemplate& cached_template, WireWriter& records) {
     records.begin_record(RecordKind::DropTemplate, cached_template.number);
     uint32_t old = cached_template.number;
-    cached_template.number = assign_number();
-    free_numbers_.push_back(old);
+    cached_template.number = assign_template_number();
+    free_template_numbers_.push_back(old);
   }
 
   size_t template_count() const { return template_count_; }
   void clear() {
-    slots_.assign(1024, {});
+    hash_slots_.assign(1024, {});
     template_count_ = 0;
-    entry_count_ = 0;
+    argument_and_output_count_ = 0;
   }
 
  private:
-  uint32_t assign_number() {
-    if (free_numbers_.empty()) return next_number_++;
-    uint32_t number = free_numbers_.back();
-    free_numbers_.pop_back();
+  uint32_t assign_template_number() {
+    if (free_template_numbers_.empty()) return next_template_number_++;
+    uint32_t number = free_template_numbers_.back();
+    free_template_numbers_.pop_back();
     return number;
   }
 
-  size_t slot_mask() const { return slots_.size() - 1; }
+  size_t slot_mask() const { return hash_slots_.size() - 1; }
 
-  void put_into_slot(const CachedTemplatePtr& added) {
+  void put_into_hash_slot(const CachedTemplatePtr& added) {
     size_t at = added->hash & slot_mask();
-    while (slots_[at]) at = (at + 1) & slot_mask();
-    slots_[at] = added;
+    while (hash_slots_[at]) at = (at + 1) & slot_mask();
+    hash_slots_[at] = added;
   }
 
-  void rehash(size_t size) {
-    auto old = std::move(slots_);
-    slots_.assign(size, {});
+  void resize_hash_slots(size_t size) {
+    auto old = std::move(hash_slots_);
+    hash_slots_.assign(size, {});
     for (auto& each : old)
-      if (each) put_into_slot(each);
+      if (each) put_into_hash_slot(each);
   }
 
   // Evicts a quarter at once, so that a program with ever new shapes does not pay for this at every op.
-  void evict_quarter(WireWriter& records) {
-    auto old = std::move(slots_);
-    slots_.assign(old.size(), {});
+  void evict_quarter_of_templates(WireWriter& records) {
+    auto old = std::move(hash_slots_);
+    hash_slots_.assign(old.size(), {});
     size_t wanted = template_count_ / 4 + 1, dropped = 0;
     for (int round = 0; round < 2 && dropped < wanted; round++) {
       for (auto& each : old) {
         if (!each || dropped >= wanted) continue;
-        if (each->was_used) {
-          each->was_used = false;
+        if (each->was_used_since_eviction) {
+          each->was_used_since_eviction = false;
           continue;
         }
-        if (each->mode != OpExecutionMode::Local)
+        if (each->mode != OpExecutionMode::ClientOnly)
           records.begin_record(RecordKind::DropTemplate, each->number);
-        free_numbers_.push_back(each->number);
-        entry_count_ -= each->entry_count;
+        free_template_numbers_.push_back(each->number);
+        argument_and_output_count_ -= each->argument_and_output_count;
         each.reset();
         dropped++;
         template_count_--;
       }
     }
     for (auto& each : old)
-      if (each) put_into_slot(each);
+      if (each) put_into_hash_slot(each);
   }
 
   // Leaves space for templates that are being replaced, which the executor briefly holds twice.
-  static constexpr uint64_t CACHED_ENTRIES_MAX = TEMPLATE_ENTRIES_MAX / 2;
+  static constexpr uint64_t CACHED_ARGUMENTS_AND_OUTPUTS_MAX = TEMPLATE_ENTRIES_MAX / 2;
 
-  uint32_t capacity_;
+  uint32_t template_count_max_;
   size_t template_count_ = 0;
-  uint64_t entry_count_ = 0;
-  uint32_t next_number_ = 0;
-  std::vector<uint32_t> free_numbers_;
-  std::vector<CachedTemplatePtr> slots_;
+  uint64_t argument_and_output_count_ = 0;
+  uint32_t next_template_number_ = 0;
+  std::vector<uint32_t> free_template_numbers_;
+  std::vector<CachedTemplatePtr> hash_slots_;
 };
 
 }  // namespace genie
