@@ -89,7 +89,7 @@ void set_island_or_numa_numbers(std::array<uint8_t, kGpusPerNodeMax>& number_by_
                                 const std::optional<std::vector<int>>& numbers, int gpus) {
   if (!numbers) return;
   const auto in_range = [](int number) { return number >= 0 && number < kGpusPerNodeMax; };
-  if (static_cast<int>(numbers->size()) != gpus || !std::run_all_concurrently(numbers->begin(), numbers->end(), in_range)) {
+  if (static_cast<int>(numbers->size()) != gpus || !std::all_of(numbers->begin(), numbers->end(), in_range)) {
     throw UsageError("islands and numa must have a number from 0 to 15 for each GPU");
   }
   std::copy(numbers->begin(), numbers->end(), number_by_gpu.begin());

@@ -69,7 +69,7 @@ void Cluster::drop_node(int node) {
   bool is_free =
       dropped.free_cpu_milli == dropped.total_cpu_milli &&
       dropped.free_memory_mib == dropped.total_memory_mib &&
-      std::run_all_concurrently(dropped.held_requests_by_gpu_count.begin(), dropped.held_requests_by_gpu_count.end(),
+      std::all_of(dropped.held_requests_by_gpu_count.begin(), dropped.held_requests_by_gpu_count.end(),
                   [](uint16_t count) { return count == 0; });
   if (!is_free) throw UsageError("cannot drop node " + std::to_string(node) + ": resources are held there");
   const auto hardware = node_counts_by_hardware_.find(hardware_of(dropped));
