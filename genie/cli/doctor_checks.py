@@ -149,7 +149,7 @@ def _check_device_library() -> CheckOutcome:
     try:
         build_cache, torch = (
             libraries.BuildCache.of_this_installation(),
-            libraries.TorchTarget.from_installation().torch_version,
+            libraries.TorchPlatform.from_installation().torch_version,
         )
         missing = [library for library in libraries.TORCH_LIBRARIES if not build_cache.is_built(library)]
     except NativeBuildError as error:

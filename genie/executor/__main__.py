@@ -53,7 +53,7 @@ def run(config: ExecutorConfig) -> int:
         from genie.native import genie_executor, libraries
 
         if not libraries.BuildCache.of_this_installation().is_built("genie_executor"):
-            torch_version = libraries.TorchTarget.from_installation().torch_version
+            torch_version = libraries.TorchPlatform.from_installation().torch_version
             _write_status_for_agent(config, f"compiling the executor library for torch {torch_version}")
         libraries.load("genie_executor")
         opened = accelerator.prepare_accelerator(config)

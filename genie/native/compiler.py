@@ -43,7 +43,9 @@ class TargetPlatform(Protocol):
     """The platform that a library is compiled for."""
 
     @property
-    def name(self) -> str: ...
+    def display_name(self) -> str:
+        """For messages, such as "torch 2.13.0"."""
+
     @property
     def dependency_version(self) -> str: ...
     @property
@@ -192,7 +194,7 @@ class LibraryBuild:
         self._append_to_build_logs(shlex.join(command), done.stdout, plans)
         if done.returncode != 0:
             raise NativeBuildError(
-                f"compiling {plans[0].display_name} for {plans[0].target.name} failed:\n"
+                f"compiling {plans[0].display_name} for {plans[0].target.display_name} failed:\n"
                 f"{_first_error_lines(done.stdout) or f'{command[0]} exited with {done.returncode}'}\n"
                 f"full log: {self._build_log_path(plans[0])}",
                 hint=_hint_for_compiler_output(done.stdout),

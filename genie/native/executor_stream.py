@@ -43,7 +43,7 @@ class StreamLibrary(Protocol[_StreamT_co]):
     def Stream(self) -> type[_StreamT_co]: ...  # noqa: N802 - names of classes
 
     @property
-    def TlsRefused(self) -> type[ConnectionError]: ...  # noqa: N802
+    def TlsHandshakeFailed(self) -> type[ConnectionError]: ...  # noqa: N802
 
     @property
     def ConnectionLost(self) -> type[ConnectionError]: ...  # noqa: N802
@@ -73,7 +73,7 @@ def connect(
         return library.Stream.plaintext(sock.detach())
     try:
         return library.Stream.tls_client(sock.detach(), list(ca_certificates), server_name, timeout_s)
-    except library.TlsRefused as error:
+    except library.TlsHandshakeFailed as error:
         raise TlsError(f"TLS verification of {peer} failed: {error}") from error
     except library.ConnectionLost as error:
         raise ConnectionLostError(

@@ -6,7 +6,7 @@ from typing import Any, Self, TypeAlias
 import torch
 
 class ConnectionLost(ConnectionError): ...  # noqa: N818
-class TlsRefused(ConnectionError): ...  # noqa: N818
+class TlsHandshakeFailed(ConnectionError): ...  # noqa: N818
 
 class Stream:
     @classmethod

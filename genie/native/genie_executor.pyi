@@ -6,7 +6,7 @@ from typing import Self
 from genie.native.graph_steps import GraphCapture, GraphCompiler
 
 class ConnectionLost(ConnectionError): ...  # noqa: N818
-class TlsRefused(ConnectionError): ...  # noqa: N818
+class TlsHandshakeFailed(ConnectionError): ...  # noqa: N818
 
 class Stream:
     @classmethod

@@ -111,7 +111,7 @@ def missing_compiler_reason() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchTarget:
+class TorchPlatform:
     """The torch, Python and ABI that a library is compiled for."""
 
     torch_version: str
@@ -121,7 +121,7 @@ class TorchTarget:
     soabi: str
 
     @classmethod
-    def from_installation(cls) -> TorchTarget:
+    def from_installation(cls) -> TorchPlatform:
         try:
             import torch
         except ImportError as error:
@@ -138,7 +138,7 @@ class TorchTarget:
         )
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         return f"torch {self.torch_version}"
 
     @property
@@ -164,7 +164,7 @@ class TorchTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NanobindTarget:
+class NanobindPlatform:
     """The Python and nanobind versions that a library without torch is compiled for."""
 
     nanobind_version: str
@@ -173,7 +173,7 @@ class NanobindTarget:
     soabi: str
 
     @classmethod
-    def from_installation(cls) -> NanobindTarget:
+    def from_installation(cls) -> NanobindPlatform:
         try:
             import nanobind
         except ImportError as error:
@@ -189,7 +189,7 @@ class NanobindTarget:
         )
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         return f"Python {platform.python_version()}"
 
     @property
@@ -213,14 +213,14 @@ class NanobindTarget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandaloneTarget:
+class StandalonePlatform:
     """The machine type that a library without Python is compiled for."""
 
     soabi: str = f"{sys.platform}-{platform.machine()}"
     dependency_version: str = ""
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         return f"{platform.machine()} machines"
 
     def compile_flags(self) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ class BuildCache:
     def _make_plan(self, name: LibraryName) -> BuildPlan:
         """The build plan. Its key does not include the compiler: a built library needs none."""
         if name in STANDALONE_LIBRARIES:
-            target = StandaloneTarget()
+            target = StandalonePlatform()
             own = _find_sources(self.source_folder / "grid", name)
             units = [TranslationUnit((path,), target.compile_flags(), target) for path in own]
         else:
@@ -294,7 +294,7 @@ class BuildCache:
         return BuildPlan(name, title, target, units, library_path=self.cache_folder / f"{name}-{key}.so")
 
     def _torch_units(self, name: LibraryName) -> list[TranslationUnit]:
-        folder, target = self.source_folder / "torch", TorchTarget.from_installation()
+        folder, target = self.source_folder / "torch", TorchPlatform.from_installation()
         flags = target.compile_flags()
         own_flags = (*flags, f"-DTORCH_EXTENSION_NAME={name}")
         shared = [
@@ -305,7 +305,7 @@ class BuildCache:
         return shared + [TranslationUnit(files, own_flags, target) for files in _group_files_into_units(own)]
 
     def _nanobind_units(self, name: LibraryName) -> list[TranslationUnit]:
-        target = NanobindTarget.from_installation()
+        target = NanobindPlatform.from_installation()
         flags = target.compile_flags()
         own = _find_sources(self.source_folder / name.removeprefix("genie_"), name)
         return [target.nanobind_unit(), *(TranslationUnit((path,), flags, target) for path in own)]
@@ -343,7 +343,9 @@ class BuildCache:
             return
         compiler = _require_compiler(plans[0])
         for plan in plans:
-            _log.info("compiling %s for %s (once, about a minute)", plan.display_name, plan.target.name)
+            _log.info(
+                "compiling %s for %s (once, about a minute)", plan.display_name, plan.target.display_name
+            )
         for stale in self.cache_folder.glob("making-*"):  # of a killed process: this one holds the lock
             shutil.rmtree(stale, ignore_errors=True)
         started = time.monotonic()
@@ -380,7 +382,7 @@ def _require_compiler(plan: BuildPlan) -> list[str]:
     compiler = find_compiler()
     if compiler is None:
         raise NativeBuildError(
-            f"{plan.display_name} must be compiled once for {plan.target.name}, and "
+            f"{plan.display_name} must be compiled once for {plan.target.display_name}, and "
             f"{missing_compiler_reason()}",
             hint=COMPILER_INSTALL_HINT,
         )

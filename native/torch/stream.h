@@ -18,7 +18,7 @@ struct ConnectionLost : std::runtime_error {
 };
 // The TLS handshake failed: the peer's certificate is not trusted, or there is no common TLS version. Not
 // retryable.
-struct TlsRefused : std::runtime_error {
+struct TlsHandshakeFailed : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -30,8 +30,8 @@ class Stream {
   virtual ~Stream() = default;
 
   static std::unique_ptr<Stream> plaintext(int fd);
-  // These complete the handshake. TlsRefused when it fails; ConnectionLost when the peer disconnects or the
-  // timeout expires. A client needs `ca_der` and a server name, because it could not verify the peer
+  // These complete the handshake. TlsHandshakeFailed when it fails; ConnectionLost when the peer disconnects
+  // or the timeout expires. A client needs `ca_der` and a server name, because it could not verify the peer
   // otherwise. TLS 1.3 only; only these CAs are trusted.
   static std::unique_ptr<Stream> tls_client(int fd, const std::vector<std::string>& ca_der,
                                             const std::string& server_name, int64_t timeout_us);

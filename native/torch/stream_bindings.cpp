@@ -137,7 +137,7 @@ void set_openssl_library_of_python() {
 void bind_stream(py::module_& module) {
   set_openssl_library_of_python();
   py::register_local_exception<ConnectionLost>(module, "ConnectionLost", PyExc_ConnectionError);
-  py::register_local_exception<TlsRefused>(module, "TlsRefused", PyExc_ConnectionError);
+  py::register_local_exception<TlsHandshakeFailed>(module, "TlsHandshakeFailed", PyExc_ConnectionError);
   py::class_<StreamObject>(module, "Stream", py::module_local())
       .def_static("plaintext", &plaintext, py::arg("fd"))
       .def_static("tls_client", &tls_client, py::arg("fd"), py::arg("ca_der"), py::arg("server_name"),

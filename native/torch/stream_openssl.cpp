@@ -19,7 +19,8 @@ std::string& openssl_library_path() {
 template <class Function>
 void look_up_function(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(library, name));
-  if (!function) throw TlsRefused(std::string("the OpenSSL of this machine is too old: missing ") + name);
+  if (!function)
+    throw TlsHandshakeFailed(std::string("the OpenSSL of this machine is too old: missing ") + name);
 }
 
 OpenSslFunctions look_up_functions(void* library) {
@@ -47,7 +48,7 @@ OpenSslFunctions load_openssl() {
   for (const std::string& path : {linked, std::string("libssl.so.3"), std::string("libssl.so.1.1")}) {
     if (void* library = try_open_library(path)) return look_up_functions(library);
   }
-  throw TlsRefused("TLS needs OpenSSL, which is not installed (Debian, Ubuntu: apt install libssl3)");
+  throw TlsHandshakeFailed("TLS needs OpenSSL, which is not installed (Debian, Ubuntu: apt install libssl3)");
 }
 
 }  // namespace

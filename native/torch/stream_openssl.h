@@ -101,7 +101,7 @@ struct OpenSslFunctions {
 #undef DECLARE_FUNCTION
 };
 
-// Looked up at the first call. TlsRefused if there is no OpenSSL, or it lacks a function.
+// Looked up at the first call. TlsHandshakeFailed if there is no OpenSSL, or it lacks a function.
 const OpenSslFunctions& functions();
 
 // Sets a library that is linked to the OpenSSL to use (Python's `_ssl`); it is tried before the usual names.

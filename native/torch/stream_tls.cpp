@@ -68,7 +68,7 @@ long transport_control(BIO*, int command, long, void*) { return command == BIO_C
 BIO_METHOD* make_transport_method() {
   const OpenSslFunctions& f = functions();
   BIO_METHOD* method = f.BIO_meth_new(f.BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "genie stream");
-  if (!method) throw TlsRefused("OpenSSL has no memory left");
+  if (!method) throw TlsHandshakeFailed("OpenSSL has no memory left");
   f.BIO_meth_set_read(method, transport_read);
   f.BIO_meth_set_write(method, transport_write);
   f.BIO_meth_set_ctrl(method, transport_control);
@@ -79,7 +79,7 @@ BIO* new_transport_bio(SocketTransport* transport) {
   static BIO_METHOD* const method = make_transport_method();
   const OpenSslFunctions& f = functions();
   BIO* bio = f.BIO_new(method);
-  if (!bio) throw TlsRefused("OpenSSL has no memory left");
+  if (!bio) throw TlsHandshakeFailed("OpenSSL has no memory left");
   f.BIO_set_data(bio, transport);
   f.BIO_set_init(bio, 1);
   return bio;
@@ -98,7 +98,7 @@ std::string last_openssl_error() {
 }
 
 [[noreturn]] void throw_tls_refused(const std::string& what) {
-  throw TlsRefused(what + ": " + last_openssl_error());
+  throw TlsHandshakeFailed(what + ": " + last_openssl_error());
 }
 
 // --- contexts ----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ void add_trusted_ca(SSL_CTX* context, const std::string& der) {
 }
 
 SslContextPtr make_client_context(const std::vector<std::string>& ca_der) {
-  if (ca_der.empty()) throw TlsRefused("no CA given, so the peer cannot be verified");
+  if (ca_der.empty()) throw TlsHandshakeFailed("no CA given, so the peer cannot be verified");
   const OpenSslFunctions& f = functions();
   SslContextPtr context = make_context(f.TLS_client_method());
   for (const std::string& der : ca_der) add_trusted_ca(context.get(), der);
@@ -159,7 +159,7 @@ SslContextPtr make_server_context(const std::string& certificate_path, const std
 
 void set_expected_server_name(SSL* ssl, const std::string& name) {
   if (name.empty() || name.find('\0') != std::string::npos) {
-    throw TlsRefused("no server name given to check the certificate against");
+    throw TlsHandshakeFailed("no server name given to check the certificate against");
   }
   const OpenSslFunctions& f = functions();
   X509_VERIFY_PARAM* param = f.SSL_get0_param(ssl);
@@ -275,7 +275,7 @@ class TlsStream final : public Stream {
     long verdict = openssl_.SSL_get_verify_result(ssl_.get());
     if (verdict != X509_V_OK) {
       const char* why = openssl_.X509_verify_cert_error_string(verdict);
-      throw TlsRefused(std::string("certificate verification failed: ") + why);
+      throw TlsHandshakeFailed(std::string("certificate verification failed: ") + why);
     }
     throw_tls_refused("TLS 1.3 handshake with the peer failed");
   }

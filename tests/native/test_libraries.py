@@ -21,7 +21,7 @@ from genie.errors import NativeBuildError
 from genie.native import compiler as compiling
 from genie.native import libraries
 from genie.native.__main__ import main
-from genie.native.libraries import BuildCache, TorchTarget
+from genie.native.libraries import BuildCache, TorchPlatform
 from genie.processes.files import FileLock
 from tests.house.repository_files import ROOT
 from tests.needs import require_program
@@ -134,10 +134,10 @@ def test_c_library_is_loadable_by_ctypes(build_cache: BuildCache, compiler: Logg
 def test_scheduler_library_does_not_need_torch(
     build_cache: BuildCache, compiler: LoggingCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent() -> TorchTarget:
+    def absent() -> TorchPlatform:
         raise NativeBuildError("there is no torch")
 
-    monkeypatch.setattr(TorchTarget, "from_installation", absent)
+    monkeypatch.setattr(TorchPlatform, "from_installation", absent)
     path = build_cache.build("genie_scheduler")
     assert libraries._load_module("genie_scheduler", path).value == 7
     assert compiler.compiled_files() == ["bindings.cpp", "nb_combined.cpp"]
@@ -187,11 +187,11 @@ def test_library_depends_on_torch_and_python_version(
     monkeypatch: pytest.MonkeyPatch,
     change: dict[str, object],
 ) -> None:
-    installed = TorchTarget.from_installation()
+    installed = TorchPlatform.from_installation()
     first = build_cache.build("genie_device")
     compiler.compiled_files()
     other = dataclasses.replace(installed, **change)  # type: ignore[arg-type]
-    monkeypatch.setattr(TorchTarget, "from_installation", lambda: other)
+    monkeypatch.setattr(TorchPlatform, "from_installation", lambda: other)
     assert build_cache.build("genie_device") != first
     assert compiler.compiled_files() == ["module.cpp", "stream.cpp"]
 
@@ -403,7 +403,7 @@ def test_build_shows_progress_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     with caplog.at_level(logging.INFO, logger="genie"):
         build_cache.build("genie_device")
-    version = TorchTarget.from_installation().torch_version
+    version = TorchPlatform.from_installation().torch_version
     assert f"compiling the torch device for torch {version} (once, about a minute)" in caplog.messages
     shown = terminal.getvalue()
     assert "compiling: 0 of 2 files" in shown and "2 of 2 files" in shown

@@ -33,7 +33,7 @@ SERVER_NAME = tls.executor_certificate_name("job-1")
 _library = native_library("genie_executor")
 Stream: Any = _library.Stream
 ConnectionLost: type[Exception] = _library.ConnectionLost
-TlsRefused: type[Exception] = _library.TlsRefused
+TlsHandshakeFailed: type[Exception] = _library.TlsHandshakeFailed
 
 
 @dataclass(frozen=True)
@@ -369,9 +369,9 @@ def test_certificate_of_another_ca_is_rejected(
         lambda s: open_tls_server_stream(s, certificates),
         thread_pool,
     )
-    assert isinstance(near, TlsRefused)
+    assert isinstance(near, TlsHandshakeFailed)
     assert "certificate verification failed" in str(near)
-    assert isinstance(far, TlsRefused)
+    assert isinstance(far, TlsHandshakeFailed)
     assert "alert" in str(far)
 
 
@@ -387,7 +387,7 @@ def test_certificate_for_another_name_is_rejected(
         lambda s: open_tls_server_stream(s, certificates),
         thread_pool,
     )
-    assert isinstance(near, TlsRefused)
+    assert isinstance(near, TlsHandshakeFailed)
     assert "mismatch" in str(near)
 
 
@@ -401,7 +401,7 @@ def test_expired_certificate_is_rejected(
         lambda s: open_tls_server_stream(s, old),
         thread_pool,
     )
-    assert isinstance(near, TlsRefused)
+    assert isinstance(near, TlsHandshakeFailed)
     assert "expired" in str(near)
 
 
@@ -435,7 +435,7 @@ def test_client_without_valid_ca_or_name_does_not_connect(
     words: str,
 ) -> None:
     near, far = socket_pair
-    with pytest.raises(TlsRefused, match=words):
+    with pytest.raises(TlsHandshakeFailed, match=words):
         Stream.tls_client(near.detach(), certificates.ca_der if ca_der is None else ca_der, name, LONG_S)
     assert far.recv(1) == b""  # nothing was sent, and the descriptor is closed
 
@@ -443,16 +443,18 @@ def test_client_without_valid_ca_or_name_does_not_connect(
 def test_certificate_with_trailing_bytes_is_rejected(
     socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates
 ) -> None:
-    with pytest.raises(TlsRefused, match="could not parse"):
+    with pytest.raises(TlsHandshakeFailed, match="could not parse"):
         Stream.tls_client(socket_pair[0].detach(), [certificates.ca_der[0] + b"x"], SERVER_NAME, LONG_S)
 
 
 def test_server_error_names_missing_file(
     socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
 ) -> None:
-    with pytest.raises(TlsRefused, match=r"could not use the certificate .*missing\.pem: .*[Nn]o such file"):
+    with pytest.raises(
+        TlsHandshakeFailed, match=r"could not use the certificate .*missing\.pem: .*[Nn]o such file"
+    ):
         Stream.tls_server(socket_pair[0].detach(), str(tmp_path / "missing.pem"), certificates.key, LONG_S)
-    with pytest.raises(TlsRefused, match=r"could not use the key .*"):
+    with pytest.raises(TlsHandshakeFailed, match=r"could not use the key .*"):
         Stream.tls_server(socket_pair[1].detach(), certificates.certificate, certificates.certificate, LONG_S)
 
 
@@ -460,7 +462,7 @@ def test_key_of_another_certificate_is_rejected(
     socket_pair: tuple[socket.socket, socket.socket], certificates: Certificates, tmp_path: Path
 ) -> None:
     other = issue_certificates(tmp_path / "other")
-    with pytest.raises(TlsRefused, match=r"could not use the key .*: .*mismatch"):
+    with pytest.raises(TlsHandshakeFailed, match=r"could not use the key .*: .*mismatch"):
         Stream.tls_server(socket_pair[0].detach(), certificates.certificate, other.key, LONG_S)
 
 
@@ -484,7 +486,7 @@ os.open(os.ttyname(0), os.O_RDWR)  # makes it the controlling terminal, where Op
 sock, _ = socket.socketpair()
 try:
     library.Stream.tls_server(sock.detach(), {certificates.certificate!r}, {str(locked)!r}, 5)
-except library.TlsRefused as error:
+except library.TlsHandshakeFailed as error:
     print(error)
 """
     asked, terminal = os.openpty()
@@ -505,7 +507,7 @@ def test_server_rejects_plaintext_client(
 ) -> None:
     near, far = socket_pair
     near.sendall(words)
-    with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
+    with pytest.raises(TlsHandshakeFailed, match=r"TLS 1\.3 handshake with the peer failed: "):
         open_tls_server_stream(far, certificates)
 
 
@@ -514,7 +516,7 @@ def test_client_rejects_plaintext_server(
 ) -> None:
     near, far = socket_pair
     far.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-    with pytest.raises(TlsRefused, match=r"TLS 1\.3 handshake with the peer failed: "):
+    with pytest.raises(TlsHandshakeFailed, match=r"TLS 1\.3 handshake with the peer failed: "):
         open_tls_client_stream(near, certificates)
 
 
@@ -530,7 +532,7 @@ def test_older_tls_is_rejected(
         socket_pair, context.wrap_socket, lambda s: open_tls_server_stream(s, certificates), thread_pool
     )
     assert isinstance(near, ssl.SSLError)
-    assert isinstance(far, TlsRefused)
+    assert isinstance(far, TlsHandshakeFailed)
     assert "unsupported protocol" in str(far)
 
 

@@ -22,11 +22,21 @@ if TYPE_CHECKING:
     from genie.model.job import Job
     from genie.model.messages import ExplainReply, NodesRuledOut, QueuedJob, QueueReply
 
-_QUEUE_COLUMNS = ("#", "job", "name", "tenant", "request", "priority", "age", "expected start", "reason")
+_QUEUE_COLUMNS = (
+    "#",
+    "job",
+    "name",
+    "tenant",
+    "request",
+    "priority",
+    "age",
+    "expected start",
+    "pending reason",
+)
 _QUEUE_COLUMNS_DROPPED_IF_NARROW = ("priority", "age", "name")
 _TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
 _BLOCKED_NODES_COLUMNS = ("node count", "nodes", "blocked", "reason")
-_JOB_HISTORY_COLUMNS = ("time", "state", "reason")
+_STATE_TRANSITION_COLUMNS = ("time", "state", "reason")
 _NODE_NAMES_SHOWN_MAX = 3
 
 
@@ -82,7 +92,7 @@ def explain(
             )
     output.write_line("")
     steps = [(_local_time_text(step.at), step.state.value, step.reason) for step in reply.job.history]
-    output.write_table(_JOB_HISTORY_COLUMNS, steps)
+    output.write_table(_STATE_TRANSITION_COLUMNS, steps)
 
 
 async def _fetch_queue_and_is_owner(settings: Settings, *, limit: int) -> tuple[QueueReply, bool]:

@@ -41,7 +41,7 @@ _KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
 _EPOCHS_PER_GENERATION = 1 << 24
 _GENERATION_ZERO_TIME_S = 1_767_225_600
 """2026-01-01, from which the minutes are counted that make generations unique."""
-_RESTORE_BATCH_ROWS = 100
+_RESTORE_BATCH_ROWS_MAX = 100
 _RESTORE_BATCH_BYTES_MAX = 256 * 1024
 _VERIFY_PAGE_ROWS = 500
 _STORE_CALL_TIMEOUT_S = 30.0
@@ -149,7 +149,7 @@ class _RowsToRestore:
         """The next rows that fit into a transaction; empty at the end. Blocks."""
         batch: list[BackupRow] = []
         batch_bytes = 0
-        for row in islice(self._rows, _RESTORE_BATCH_ROWS):
+        for row in islice(self._rows, _RESTORE_BATCH_ROWS_MAX):
             batch.append(row)
             batch_bytes += len(row[1])
             update_digest_with_row(self._digest, row)
@@ -193,7 +193,7 @@ async def _delete_rows_of_failed_restore(store: Store) -> None:
     after = ""
     while True:
         page = await store.range(
-            "", start_after=after, limit=_RESTORE_BATCH_ROWS, timeout_s=_STORE_CALL_TIMEOUT_S
+            "", start_after=after, limit=_RESTORE_BATCH_ROWS_MAX, timeout_s=_STORE_CALL_TIMEOUT_S
         )
         keys = [item.key for item in page.items if item.key != RESTORE_MARK_KEY]
         await store.commit([], [Delete(key) for key in keys], timeout_s=_STORE_CALL_TIMEOUT_S)

@@ -42,6 +42,7 @@ class OutputChunk:
     exit_code: int | None
     signal: int | None
     error: str
+    """Why the command could not be started; empty if it was."""
     is_last: bool
 
 
@@ -61,6 +62,7 @@ class Run:
     exit_code: int | None = None
     signal: int | None = None
     error: str = ""
+    """Why the command could not be started; empty if it was."""
     output_if_ended: OutputChunk | None = field(default=None, compare=False, repr=False)
     """All output, if the run had ended when the node replied to the start."""
 

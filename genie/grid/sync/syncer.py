@@ -69,7 +69,7 @@ _APPLY_CHANGE_TIMEOUT_S = 600.0
 _TRANSFER_STALL_TIMEOUT_S = 30.0
 _TREE_LOCK_WAIT_S = 20.0
 _SYNC_ATTEMPTS = 3
-_WAIT_FOR_SHARED_READING_S = 1.0
+_OTHER_CHECKS_WAIT_S_MIN = 1.0
 _SINGLE_REQUEST_BYTES_MAX = 1 << 20
 _PATHS_REPORTED_MAX = 100
 
@@ -611,11 +611,12 @@ class _NodeChecks:
 
     @contextlib.asynccontextmanager
     async def next_finished_checks(self) -> AsyncIterator[list[_CheckedNode]]:
-        """Yields finished checks; waits briefly for others to share reading. Slow ones delay it once."""
+        """Yields finished checks. Waits briefly for those of other nodes, because one reading of the local
+        files then serves all of them; a slow check delays the others once."""
         began = time.monotonic()
         await asyncio.wait(self._connections_by_check, return_when=asyncio.FIRST_COMPLETED)
         if awaited := self._connections_by_check.keys() - self._slow_checks:
-            await asyncio.wait(awaited, timeout=max(_WAIT_FOR_SHARED_READING_S, time.monotonic() - began))
+            await asyncio.wait(awaited, timeout=max(_OTHER_CHECKS_WAIT_S_MIN, time.monotonic() - began))
         ready = [task for task in self._connections_by_check if task.done()]
         self._slow_checks = self._connections_by_check.keys() - set(ready)
         yield [task.result() for task in ready]

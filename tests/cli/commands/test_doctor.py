@@ -86,7 +86,7 @@ def test_missing_configured_compiler_is_named(monkeypatch) -> None:
 def test_device_library_is_compiled_for_the_installed_torch() -> None:
     found = doctor_checks._check_device_library()
     assert found.verdict is CheckVerdict.OK
-    assert f"compiled for torch {libraries.TorchTarget.from_installation().torch_version}" in found.found
+    assert f"compiled for torch {libraries.TorchPlatform.from_installation().torch_version}" in found.found
 
 
 def test_uncompiled_library_is_named(monkeypatch, tmp_path) -> None:

@@ -44,7 +44,7 @@ def test_queue_has_a_row_per_job(genie, controller) -> None:
     )
     ran = genie("queue")
     heading, one, two = ran.out.splitlines()
-    assert " ".join(heading.split()) == "# JOB NAME TENANT REQUEST PRIORITY AGE EXPECTED START REASON"
+    assert " ".join(heading.split()) == "# JOB NAME TENANT REQUEST PRIORITY AGE EXPECTED START PENDING REASON"
     assert one.split("  ")[0] == "1" and two.split("  ")[0] == "3"
     for part in ("j1", "train", "lab", "4 workers of 8 GPUs", "5", "10 min", "in 2 h", first.reason):
         assert f"  {part}" in one
