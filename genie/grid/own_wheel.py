@@ -16,15 +16,15 @@ from pathlib import Path
 
 import genie
 
-GENIE_DISTRIBUTION_NAME = "genie-gpu"
+DISTRIBUTION_NAME = "genie-gpu"
 _ZIP_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 _SOURCE_SUFFIXES = {".py", ".typed", ".yml", ".yaml", ".cpp", ".h", ".txt", ".proto"}
 
 
 def build_genie_wheel() -> tuple[str, bytes]:
     """Return the file name and content."""
-    found = importlib.metadata.distribution(GENIE_DISTRIBUTION_NAME)
-    info = f"{GENIE_DISTRIBUTION_NAME.replace('-', '_')}-{found.version}.dist-info"
+    found = importlib.metadata.distribution(DISTRIBUTION_NAME)
+    info = f"{DISTRIBUTION_NAME.replace('-', '_')}-{found.version}.dist-info"
     files = dict(_package_files())
     for name in ("METADATA", "entry_points.txt"):
         files[f"{info}/{name}"] = (found.read_text(name) or "").encode()
@@ -36,7 +36,7 @@ def build_genie_wheel() -> tuple[str, bytes]:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name, _ZIP_TIMESTAMP), files[name], zipfile.ZIP_DEFLATED)
-    return f"{GENIE_DISTRIBUTION_NAME.replace('-', '_')}-{found.version}-py3-none-any.whl", packed.getvalue()
+    return f"{DISTRIBUTION_NAME.replace('-', '_')}-{found.version}-py3-none-any.whl", packed.getvalue()
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:

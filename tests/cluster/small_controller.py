@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from genie.cluster.events import EventType
+from genie.cluster.state import ClusterState
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
 from tests.fakes.controller import OWNER_TOKEN, ThreadedController, make_session_job
 
 TOKEN = OWNER_TOKEN
-__all__ = ["TOKEN", "SmallController", "make_gpu", "make_node", "make_session_job"]
+QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
+"""Arguments of init for sessions without background work."""
+__all__ = [
+    "QUIET_SETTINGS",
+    "TOKEN",
+    "SmallController",
+    "has_event",
+    "make_gpu",
+    "make_node",
+    "make_session_job",
+]
+
+
+def has_event(state: ClusterState, kind: EventType) -> bool:
+    return any(event.type is kind for event in state.events.history())
 
 
 def make_gpu(gpu_id: int = 0, *, vendor: Vendor = Vendor.CPU, name: str = "Test CPU") -> GPUInfo:

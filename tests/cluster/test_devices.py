@@ -20,10 +20,14 @@ from genie.errors import (
 from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
-from tests.cluster.small_controller import SmallController, make_gpu, make_node, make_session_job
+from tests.cluster.small_controller import (
+    QUIET_SETTINGS,
+    SmallController,
+    make_gpu,
+    make_node,
+    make_session_job,
+)
 from tests.waiting import wait_until
-
-QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 def list_accelerator_ids(*nodes: genie.NodeInfo) -> list[tuple[str, int]]:

@@ -1,3 +1,5 @@
+"""The sampler of the reader test lists every category and nothing that is no name."""
+
 from __future__ import annotations
 
 import pytest

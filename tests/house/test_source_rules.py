@@ -50,7 +50,7 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/quarantine.py::Quarantine.quarantine_row_on_error": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_or_quarantine": "Quarantine.add() logs it",
     "genie/controller/periodic_steps.py::PeriodicStepRunner.run_steps": "_record_step_failure() logs it",
-    "genie/grid/remote/core.py::RequestLoop._execute": (
+    "genie/grid/remote/core.py::RequestLoop._execute_op_and_reply": (
         "the caller gets it with its traceback; a node has no log"
     ),
     "genie/grid/ray/batch.py::run_batch": "runs on a worker; the traceback is part of the result of the task",

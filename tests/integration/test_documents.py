@@ -253,7 +253,8 @@ async def test_documented_server_with_monitoring_works(
     names = await run_cell(SERVER_WITH_MONITORING + "await monitor.stop()\n")
     assert names["monitor"].local_node.gpu_count >= 1  # type: ignore[attr-defined]
     await genie.shutdown()
-    assert local_cluster.find_running_cluster(Path(init.load_settings((), {}).paths.state_dir)) is None
+    settings = init.load_settings_from_init_arguments((), {})
+    assert local_cluster.find_running_cluster(Path(settings.paths.state_dir)) is None
 
 
 async def test_documented_migration_from_manual_setup_works(cluster: RunningCluster) -> None:

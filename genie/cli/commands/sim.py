@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,9 +158,8 @@ def run(
 
     settings = invocation.load_settings()
     seed_number = parse_integer(seed, what="--seed", low=0, high=_SEED_MAX)
-    rules = _make_scheduling_rules(
-        order, settings.controller, backfills=not no_backfill, preempts=not no_preempt
-    )
+    controller = settings.controller
+    rules = _make_scheduling_rules(order, controller, backfills=not no_backfill, preempts=not no_preempt)
     machines = _parse_nodes(nodes)
     _validate_choice(trace_format, _TRACE_FORMATS, what="--format")
     work = _load_or_generate_jobs(
@@ -169,9 +169,7 @@ def run(
     plan = _make_simulation_parameters(rules, placement, seed_number, failures=failures)
     line = output.ProgressLine()
     try:
-        done = simulate(
-            machines, work, plan, progress=lambda finished, total: line("simulating", finished, total)
-        )
+        done = simulate(machines, work, plan, progress=partial(line, "simulating"))
     finally:
         line.close()
     summary = summarise_simulation(done)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import genie
 from genie.cluster.events import EventType
 from genie.model.messages import SessionHeartbeat
-from tests.cluster.small_controller import SmallController, make_node
+from tests.cluster.small_controller import QUIET_SETTINGS, SmallController, make_node
 from tests.waiting import until
-
-QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
 
 
 async def test_list_of_nodes_is_complete_before_changes_are_published(controller: SmallController) -> None:
