@@ -73,6 +73,8 @@ class CallLeaderOnce(Protocol):
 class LocalJob:
     launch: Launch
     directory: Path
+    is_confirmed: bool = False
+    """Whether the controller has confirmed the launch: it counts as running then."""
     started_s: float | None = None
     """Monotonic time of its start; None before."""
     kill_reason: str = ""
@@ -90,6 +92,11 @@ class LocalJob:
     @property
     def has_started(self) -> bool:
         return self.started_s is not None
+
+    @property
+    def ends_with_lease(self) -> bool:
+        """Whether it must end when the lease of the node expires: it may be started elsewhere then."""
+        return self.launch.has_deadman_timer or not self.is_confirmed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +304,12 @@ class NodeJobs:
         for job_id, job in self.live_jobs.items():
             self.kill_job(job_id, epoch=job.epoch, reason=reason)
 
+    def kill_jobs_that_end_with_lease(self) -> None:
+        """Kills the jobs that the controller may start elsewhere when the lease of the node has expired."""
+        for job_id, job in self.live_jobs.items():
+            if job.ends_with_lease:
+                self.kill_job(job_id, epoch=job.epoch, reason=CONTACT_LOST_REASON)
+
     def settle_exits(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
             self.unsettled_exits.pop(job_id, None)
@@ -318,6 +331,7 @@ class NodeJobs:
             async with self._preparation_slots:
                 plan = await self._prepare_launch(job)
             await self._confirm_launch(job)
+            job.is_confirmed = True
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
@@ -365,6 +379,7 @@ class NodeJobs:
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s),
+            has_deadman_timer=launch.has_deadman_timer,
         )
 
     async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:
