@@ -204,8 +204,8 @@ class TokenRegistry:
         _log.info("wrote the owner token to %s", path)
 
     async def delete_old_tokens(self) -> None:
-        """Delete join and server tokens an hour after they were used or expired, tokens of nodes 30 days after
-        they were revoked, and any other token a day after it was revoked."""
+        """Delete join and server tokens an hour after they were used or expired, tokens of nodes 30 days
+        after they were revoked, and any other token a day after it was revoked."""
         now = self._clock.wall_s()
         limit, join_limit = now - _REVOKED_TOKEN_RETENTION_S, now - _JOIN_TOKEN_RETENTION_S
         node_limit = now - _REVOKED_NODE_TOKEN_RETENTION_S
