@@ -152,7 +152,7 @@ class PlacementOptions:
         bool,
         typer.Option(
             "--preemptible",
-            help="Allow preemption; a command is restartable then: queued again if preempted or its node is lost.",
+            help="Allow preemption. A preempted job is queued again, and a command also if its node is lost.",
             rich_help_panel=_SCHEDULING_PANEL,
         ),
     ] = False

@@ -230,7 +230,7 @@ def forget(
 ) -> None:
     """Remove a node from the cluster and revoke its credentials.
 
-    Its jobs are recorded as lost, restartable ones are queued again. If the machine is only isolated, its other
+    Its jobs are recorded as lost; restartable ones are queued again. If the machine is only isolated, other
     jobs may still be running there; they end when it reaches the cluster again and is rejected.
 
     Fails while the node is connected. To rejoin, the machine needs a new join token.
