@@ -390,7 +390,9 @@ class Agents:
 
     def _check_removable(self, record: NodeRecord) -> None:
         node_id, now_s = record.info.node_id, self._clock.monotonic_s()
-        if self._membership.get_connection(node_id) is not None:
+        # The connection of a node that is isolated or hangs may stay open for a long time.
+        is_silent = self._membership.is_disconnected(node_id, now_s)
+        if self._membership.get_connection(node_id) is not None and not is_silent:
             raise NodeError(
                 f"cannot remove node {node_id}: it is connected",
                 hint="stop its agent with 'genie down' on that machine, then try again",

@@ -197,7 +197,7 @@ async def test_failed_worker_ends_the_whole_job(tmp_path: Path) -> None:
 async def running_gang(
     tmp_path: Path, *, preemptible: bool
 ) -> AsyncIterator[tuple[Client, FakeClock, FakeAgent, Launch, AsyncExitStack]]:
-    """A job with workers on a and b; yields the agent and the launch of a. Closing the stack disconnects b."""
+    """A job with workers on a and b; yields the agent and launch of a. Closing the stack disconnects b."""
     clock = FakeClock()
     async with (
         running_controller(tmp_path, clock=clock) as one,
