@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,6 @@ class CallLeaderOnce(Protocol):
 class LocalJob:
     launch: Launch
     directory: Path
-    is_confirmed: bool = False
-    """Whether the controller has confirmed the launch: it counts as running then."""
     started_s: float | None = None
     """Monotonic time of its start; None before."""
     kill_reason: str = ""
@@ -96,7 +95,7 @@ class LocalJob:
     @property
     def ends_with_lease(self) -> bool:
         """Whether it must end when the lease of the node expires: it may be started elsewhere then."""
-        return self.launch.has_deadman_timer or not self.is_confirmed
+        return self.launch.has_deadman_timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +330,6 @@ class NodeJobs:
             async with self._preparation_slots:
                 plan = await self._prepare_launch(job)
             await self._confirm_launch(job)
-            job.is_confirmed = True
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
@@ -416,12 +414,17 @@ class NodeJobs:
             incarnation=self._journal.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
-        await self._make_retrying_leader_call(job)(confirmation)
+        # If the reply was lost, a job without a dead-man timer counts as running until the node returns. So
+        # the agent does not give up before a leader has replied; a void launch is fenced then.
+        timeout_s = LEADER_CALL_RETRY_TIMEOUT_S if job.ends_with_lease else math.inf
+        await self._make_retrying_leader_call(job, timeout_s=timeout_s)(confirmation)
         self._check_not_killed(job)
 
-    def _make_retrying_leader_call(self, job: LocalJob) -> preparation.CallLeaderWithRetries:
+    def _make_retrying_leader_call(
+        self, job: LocalJob, *, timeout_s: float = LEADER_CALL_RETRY_TIMEOUT_S
+    ) -> preparation.CallLeaderWithRetries:
         """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
-        deadline_s = self._clock.monotonic_s() + LEADER_CALL_RETRY_TIMEOUT_S
+        deadline_s = self._clock.monotonic_s() + timeout_s
 
         async def call(request: Request[_Reply]) -> _Reply:
             backoff_s = LEADER_CALL_BACKOFF_S_MIN
@@ -442,7 +445,8 @@ class NodeJobs:
         return call
 
     def _check_not_killed(self, job: LocalJob) -> None:
-        if not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
+        has_expired = job.ends_with_lease and not self._lease.is_valid(self._clock.monotonic_s())
+        if not job.kill_reason and has_expired:
             job.kill_reason = CONTACT_LOST_REASON
         if job.kill_reason:
             raise LaunchError(job.kill_reason)
