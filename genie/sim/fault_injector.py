@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _STORE_HANG_DURATION_FACTOR = 3.0
 _LONG_OUTAGES = frozenset(("isolate_node", "hang_agent"))
+"""They last longer than it takes to reclaim jobs."""
 _CONTROLLER_STARTUP_TIME_S = 2.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
@@ -43,9 +44,9 @@ MIXED_FAULTS = (
     "pause_controller",
     "lose_store",
 )
-NETWORK_FAULTS = (
-    *("cut_node", "cut_one_way", "reorder", "duplicate", "restart_controller", "isolate_node", "remove_node"),
-)
+NETWORK_FAULTS = ("cut_node", "cut_one_way", "reorder", "duplicate", "restart_controller")
+OUTAGE_FAULTS = ("isolate_node", "hang_agent", "remove_node", "freeze_node", "restart_controller")
+"""Outages of nodes that outlast the time until restartable jobs are reclaimed."""
 DISK_FAULTS = ("slow_disk", "full_disk", "torn_write", "crash_node", "restart_controller")
 TIME_FAULTS = (
     "clock_step",
@@ -54,7 +55,6 @@ TIME_FAULTS = (
     "pause_node",
     "freeze_node",
     "restart_controller",
-    "hang_agent",
 )
 STORE_FAULTS = (
     *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),

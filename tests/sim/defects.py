@@ -369,25 +369,25 @@ DEFECTS = {
     "standby that waits for its store": Defect(
         _plant_standby_that_waits_for_its_store, "power", ("hang_store",), (2, 4), "without a fault"
     ),
-    "early reclaim": Defect(_plant_early_reclaim, "network", ("isolate_node",), (0, 1), "without a fault"),
+    "early reclaim": Defect(_plant_early_reclaim, "outage", ("isolate_node",), (0, 1), "without a fault"),
     "missing dead-man timer": Defect(
-        _plant_missing_dead_man_timer, "network", ("isolate_node",), (0, 1), "of another epoch"
+        _plant_missing_dead_man_timer, "outage", ("isolate_node",), (0, 1), "of another epoch"
     ),
     "dead-man timer for all jobs": Defect(
-        _plant_dead_man_timer_for_all_jobs, "network", ("isolate_node",), (0, 1), "without a fault"
+        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (0, 1), "without a fault"
     ),
     "jobs ended without a leader": Defect(
         _plant_jobs_ended_without_a_leader, "power", ("hang_store",), (0, 1), "without a fault"
     ),
     "lost jobs that are not queued again": Defect(
         _plant_lost_jobs_that_are_not_queued_again,
-        "network",
+        "outage",
         ("isolate_node",),
         (0, 1),
         "was not queued again",
     ),
     "removed node that keeps its jobs": Defect(
-        _plant_removed_node_that_keeps_its_jobs, "network", ("remove_node",), (0, 1), "of a removed node"
+        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (0, 1), "of a removed node"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"

@@ -92,6 +92,13 @@ SCENARIO_KINDS = {
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
     ),
+    "outage": ScenarioKind(
+        fault_injector.OUTAGE_FAULTS,
+        controllers=2,
+        mean_fault_interval_s=5.0,
+        fault_injection_s=40.0,
+        job_duration_s_max=30.0,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -101,6 +108,7 @@ SCENARIO_KINDS = {
                     *fault_injector.NETWORK_FAULTS,
                     *fault_injector.DISK_FAULTS,
                     *fault_injector.TIME_FAULTS,
+                    *fault_injector.OUTAGE_FAULTS,
                     *fault_injector.STORE_FAULTS,
                     *hostile.HOSTILE_ACTIONS,
                 )
