@@ -22,10 +22,13 @@ from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota
 from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
+from genie.sim.node_removal import remove_isolated_node
 
 _log = logging.getLogger(__name__)
 
 _STORE_HANG_DURATION_FACTOR = 3.0
+_LONG_OUTAGES = frozenset(("isolate_node", "hang_agent"))
+"""They last longer than it takes to reclaim jobs."""
 _CONTROLLER_STARTUP_TIME_S = 2.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
@@ -42,6 +45,8 @@ MIXED_FAULTS = (
     "lose_store",
 )
 NETWORK_FAULTS = ("cut_node", "cut_one_way", "reorder", "duplicate", "restart_controller")
+OUTAGE_FAULTS = ("isolate_node", "hang_agent", "remove_node", "freeze_node", "restart_controller")
+"""Outages of nodes that outlast the time until restartable jobs are reclaimed."""
 DISK_FAULTS = ("slow_disk", "full_disk", "torn_write", "crash_node", "restart_controller")
 TIME_FAULTS = (
     "clock_step",
@@ -56,13 +61,14 @@ STORE_FAULTS = (
 )
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
-    (
-        *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
-        *("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart"),
-    )
+    ("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart", "remove_node")
 )
 """Faults that may end the jobs of their node."""
-FAULTS_ENDING_ALL_JOBS = frozenset(("pause_controller",))
+FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
+    ("cut_node", "cut_one_way", "isolate_node", "hang_agent", "pause_node", "freeze_node", "drift")
+)
+"""Outages of a node: restartable jobs end at the dead-man time, all others go on."""
+FAULTS_ENDING_ALL_RESTARTABLE_JOBS = frozenset(("pause_controller",))
 OWNER_ACTIONS = ("drain", "change_gpus", "change_gpus_on_restart", "quota")
 """Actions of an owner that invalidate existing placements."""
 MIXED_FAULTS_AND_OWNER_ACTIONS = (*MIXED_FAULTS, "lose_reply", *OWNER_ACTIONS)
@@ -102,13 +108,24 @@ async def inject_faults(
 
 
 def _record_fault_window(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
-    hosts = {node} if kind in FAULTS_ENDING_JOBS_ON_NODE else set()
-    if kind in FAULTS_ENDING_ALL_JOBS:
+    ends_any_job = kind in FAULTS_ENDING_JOBS_ON_NODE
+    hosts = {node} if ends_any_job or kind in FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE else set()
+    if kind in FAULTS_ENDING_ALL_RESTARTABLE_JOBS:
         hosts = set(cluster.node_hosts)
     now_s = cluster.world.now_s
     # The rate of a clock is changed until another fault changes it again.
-    end_s = float("inf") if kind == "drift" else now_s + duration_s
-    cluster.faults.append(FaultWindow(kind, frozenset(hosts), now_s, end_s))
+    end_s = float("inf") if kind == "drift" else now_s + duration_s + _extra_duration_s(cluster, kind)
+    cluster.faults.append(
+        FaultWindow(kind, frozenset(hosts), now_s, end_s, ends_only_restartable_jobs=not ends_any_job)
+    )
+
+
+def _extra_duration_s(cluster: SimCluster, kind: str) -> float:
+    """How long a fault lasts in addition, because it must outlast the time until jobs are reclaimed."""
+    reclaim_s = cluster.config.node_ttl_s + cluster.config.node_reclaim_grace_s
+    if kind == "remove_node":
+        return 2 * reclaim_s
+    return reclaim_s if kind in _LONG_OUTAGES else 0.0
 
 
 async def undo_owner_actions(cluster: SimCluster) -> None:
@@ -138,6 +155,10 @@ async def _inject_and_end_fault(
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
+        case "isolate_node":
+            await _isolate_node(cluster, node, duration_s + _extra_duration_s(cluster, kind))
+        case "remove_node":
+            await remove_isolated_node(cluster, node)
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -154,6 +175,10 @@ async def _inject_and_end_fault(
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
+        case "hang_agent":
+            hang_s = duration_s + _extra_duration_s(cluster, kind)
+            world.pause_host(node, hang_s)
+            await asyncio.sleep(hang_s)
         case "drift":
             world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
         case "freeze_node":
@@ -256,6 +281,15 @@ async def _simulate_store_election(cluster: SimCluster) -> None:
     cluster.store.extend_leases(by_s=election_s + election_timeout_s)
     with _hanging_store(cluster):
         await asyncio.sleep(election_s)
+
+
+async def _isolate_node(cluster: SimCluster, node: str, duration_s: float) -> None:
+    """Cut a node from all controllers."""
+    for controller in cluster.controller_hosts:
+        cluster.world.cut_link(node, controller)
+    await asyncio.sleep(duration_s)
+    for controller in cluster.controller_hosts:
+        cluster.world.heal_link(node, controller)
 
 
 async def _inject_frame_fault(cluster: SimCluster, kind: str, duration_s: float) -> None:

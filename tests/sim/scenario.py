@@ -49,6 +49,8 @@ _INNOCENT_WORKDIR = b"working directory of the innocent tenant"
 _SHORT_NODE_TTL_S = 10.0
 """Most kinds use a short time to live, which jobs survive less easily."""
 _JOB_READ_INTERVAL_S = 1.0
+_FAULTS_REMOVING_CAPACITY = ("change_gpus", "quota", "remove_node")
+"""Prefixes of the kinds of faults that leave too few accelerators for some jobs."""
 _REPLY_TIME_S_MAX = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
 _JOB_TIME_LIMIT_S = 3000.0
@@ -72,6 +74,7 @@ commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/
 class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
+    nodes: int = NODES
     mean_fault_interval_s: float = 2.5
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
@@ -90,6 +93,14 @@ SCENARIO_KINDS = {
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
     ),
+    "outage": ScenarioKind(
+        fault_injector.OUTAGE_FAULTS,
+        controllers=2,
+        nodes=3,
+        mean_fault_interval_s=8.0,
+        fault_injection_s=50.0,
+        job_duration_s_max=40.0,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -99,6 +110,7 @@ SCENARIO_KINDS = {
                     *fault_injector.NETWORK_FAULTS,
                     *fault_injector.DISK_FAULTS,
                     *fault_injector.TIME_FAULTS,
+                    *fault_injector.OUTAGE_FAULTS,
                     *fault_injector.STORE_FAULTS,
                     *hostile.HOSTILE_ACTIONS,
                 )
@@ -126,7 +138,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             seed,
             directory,
             group,
-            node_count=NODES,
+            node_count=kind.nodes,
             gpus_per_node=GPUS,
             controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
@@ -240,11 +252,14 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
         for _ in range(JOB_COUNT):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
+            is_restartable = rng.random() < 0.5
             spec = JobSpec(
                 name=INNOCENT_TENANT,
                 command=("simulated",),
                 resources=Resources(gpus=1),
-                constraints=PlacementConstraints(workers=workers, time_limit_s=_JOB_TIME_LIMIT_S),
+                constraints=PlacementConstraints(
+                    workers=workers, time_limit_s=_JOB_TIME_LIMIT_S, preemptible=is_restartable
+                ),
             )
             try:
                 sent = cluster.submit_spec(
@@ -252,7 +267,7 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
                 )
                 job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
-                if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
+                if not any(fault.kind.startswith(_FAULTS_REMOVING_CAPACITY) for fault in cluster.faults):
                     cluster.machines.report_violation(f"a job was rejected: {error}")
                 continue
             job_ids.append(job_id)
