@@ -34,7 +34,9 @@ class ScriptedSender:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
-        self.answers: dict[type, deque[Any]] = {AcquireLock: deque(), RenewLock: deque(), ReleaseLock: deque()}
+        self.answers: dict[type, deque[Any]] = {
+            kind: deque() for kind in (AcquireLock, RenewLock, ReleaseLock)
+        }
 
     async def call(self, request: Any, *, timeout_s: float, idempotent: bool = True) -> Any:
         assert timeout_s > 0
@@ -90,7 +92,7 @@ async def test_the_lease_counts_from_the_request_and_ends_before_that_of_the_lea
     await clock.advance(0.01)
     assert not lease.is_held
     assert lease.is_lost
-    with pytest.raises(LockLostError, match="lost lock 'l' .fencing token 7.: its lease expired"):
+    with pytest.raises(LockLostError, match=r"lost lock 'l' .fencing token 7.: its lease expired"):
         await lease.release()
 
 

@@ -135,7 +135,7 @@ async def test_waiting_for_a_held_lock_times_out_with_its_holder(controller: Loc
     await genie.init()
     await asyncio.to_thread(controller.hold_as_another_client, "l")
     assert not await genie.lock("l").try_acquire()
-    with pytest.raises(DeadlineError, match="'l' within 0.2 s: another client holds it"):
+    with pytest.raises(DeadlineError, match=r"'l' within 0\.2 s: another client holds it"):
         await genie.lock("l").acquire(timeout_s=0.2)
     with pytest.raises(DeadlineError):
         async with genie.lock("l", timeout_s=0.1):
