@@ -146,9 +146,9 @@ class LockLease:
                 return
             wait_s = interval_s if await self._try_renew() else retry_s
 
-    async def release(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> None:
-        """Release the lock. If no controller can be reached, it is released when its lease expires. Raises
-        LockLostError if the lock was lost before."""
+    async def release(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
+        """Release the lock; return whether a controller has confirmed it. If none can be reached, the lock is
+        released when its lease expires. Raises LockLostError if the lock was lost before."""
         if self.is_lost:
             self._lose("its lease expired before it was renewed")
             raise self.make_lost_error()
@@ -157,6 +157,8 @@ class LockLease:
             await self._sender.call(self._release_request(), timeout_s=timeout_s)
         except GenieError as error:
             _log.warning("could not release lock %s, it expires in %g s: %s", self.name, self.ttl_s, error)
+            return False
+        return True
 
     async def end_with_session(self, *, timeout_s: float) -> None:
         """Release the lock because the session ends; for its user it is lost."""
