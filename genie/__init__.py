@@ -16,6 +16,7 @@ from genie.version import __version__
 
 if TYPE_CHECKING:
     from genie.cluster.init import ClusterState, get_cluster_state, init, is_initialized, shutdown
+    from genie.cluster.locks import lock
     from genie.cluster.session import connect, disconnect, session
     from genie.config import ClusterConfig
     from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
@@ -33,6 +34,7 @@ __all__ = [
     "get_cluster_state",
     "init",
     "is_initialized",
+    "lock",
     "session",
     "shutdown",
 ]
@@ -52,6 +54,7 @@ _MODULES = {
     "get_cluster_state": "genie.cluster.init",
     "init": "genie.cluster.init",
     "is_initialized": "genie.cluster.init",
+    "lock": "genie.cluster.locks",
     "session": "genie.cluster.session",
     "shutdown": "genie.cluster.init",
 }

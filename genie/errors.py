@@ -60,6 +60,10 @@ GenieError
 │   │   └── NodeUnfitError      the node cannot start any process, such as on a full disk
 │   └── AgentRunningError       another agent uses this state directory
 ├── QuotaNotFoundError          the tenant has no quota
+├── LockError                   a lock of the cluster
+│   ├── LockLostError           the holder has lost the lock, or may have lost it
+│   ├── LockLimitError          too many locks are held, or too many clients wait for one
+│   └── LockNotFoundError       the lock is not held
 ├── GridError                   a grid node
 │   ├── NodeRefusedError        an operation on the node failed, with the reason
 │   ├── NoNodeError             no node matches the request
@@ -390,6 +394,26 @@ class AgentRunningError(NodeError):
 
 class QuotaNotFoundError(GenieError):
     code = "quota_not_found"
+
+
+class LockError(GenieError):
+    code = "lock"
+
+
+class LockLostError(LockError):
+    """Another client may hold the lock. What it protects must not be changed any more."""
+
+    code = "lock.lost"
+
+
+class LockLimitError(LockError):
+    code = "lock.limit"
+    retryable = True
+    default_retry_after_s = 1.0
+
+
+class LockNotFoundError(LockError):
+    code = "lock.not_found"
 
 
 class GridError(GenieError):

@@ -60,6 +60,7 @@ _COMMAND_MODULES = {
     "grid": "app",
     "etcd": "commands.etcd",
     "quota": "commands.quotas",
+    "lock": "commands.locks",
     "token": "commands.tokens",
     "store": "commands.store",
     "config": "commands.config",

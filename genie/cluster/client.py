@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from genie.cluster.lock_lease import LeaseClock, LockLease
 from genie.config import Settings, WorkdirConfig
 from genie.errors import DeadlineError, OverloadedError, UnreachableError, WorkdirError
 from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Workdir
 from genie.model.limits import LIST_MAX
+from genie.model.lock_messages import BreakLock, ListLocks, LockBroken, LocksReply
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
     WAIT_S_MAX,
@@ -298,6 +300,28 @@ class ClusterClient:
     async def remove_quota(self, tenant: str) -> None:
         """Removes the quota of the tenant. Not retried: a second request would fail."""
         await self._connection.call(RemoveQuota(tenant=tenant), timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    async def list_locks(self) -> LocksReply:
+        """The held locks of all tenants; for a user token, of its own tenant."""
+        return await self._connection.call(ListLocks(), timeout_s=CALL_TIMEOUT_S)
+
+    async def break_lock(self, tenant: str, name: str) -> LockBroken:
+        """Releases a lock whoever holds it. Not retried: a second request would affect the next holder."""
+        request = BreakLock(tenant=tenant, name=name)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S, idempotent=False)
+
+    def make_lock_lease(
+        self,
+        name: str,
+        *,
+        ttl_s: float,
+        holder: str,
+        on_lost: Callable[[str], None] = lambda _reason: None,
+    ) -> LockLease:
+        """An acquisition of a lock; the caller runs `keep_until_ended` after it was acquired."""
+        return LockLease(
+            name, ttl_s=ttl_s, holder=holder, sender=self._connection, clock=LeaseClock(), on_lost=on_lost
+        )
 
     async def open_backup(self) -> BackupOpened:
         """Begins a backup of the store; one at a time. End it with `close_backup`."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from genie.cluster.devices import DeviceBroker
     from genie.cluster.health import HealthChecker, HealthReport
     from genie.cluster.monitoring import ResourceMonitor
+    from genie.cluster.session_locks import SessionLocks
     from genie.runtime.controller_connection import ControllerConnection
     from genie.runtime.network_discovery import DiscoveryResult, Selection
 
@@ -47,6 +48,8 @@ class ClusterState:
     """The connection to the controller (genie.runtime.ControlDataIntegration)."""
     transport_coordinator: DeviceBroker | None = field(default=None, repr=False)
     """Opens the connections to executors that carry tensors (genie.runtime.TransportCoordinator)."""
+    locks: SessionLocks | None = field(default=None, repr=False)
+    """The locks that this session holds (genie.lock)."""
     monitor: ResourceMonitor | None = field(default=None, repr=False)
     health: HealthChecker | None = field(default=None, repr=False)
     monitor_tasks: list[asyncio.Task[Any]] = field(default_factory=list, repr=False)

@@ -30,6 +30,8 @@ from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
+from genie.controller.locks.lock_table import LockTable
+from genie.controller.locks.requests import LockRequests
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
@@ -144,6 +146,7 @@ class Controller:
         self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
+        self._locks = LockTable(self._ledger, self._election, clock=clock)
         self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
         self._build_scheduling_services()
@@ -303,6 +306,7 @@ class Controller:
             ).handlers(),
             QueueRequests(jobs.catalog, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
+            LockRequests(self._locks, waits=waits).handlers(),
             self._backup_requests.handlers(),
         ]
 
@@ -609,6 +613,7 @@ class Controller:
                 "reclaiming jobs of lost nodes": self._agents.reclaim_jobs,
                 "requeueing unconfirmed launches": self._agents.requeue_unconfirmed,
                 "ending expired sessions": self._end_expired_sessions,
+                "ending expired leases of locks": self._locks.end_expired_leases,
                 "enforcing time limits": self._enforce_time_limits,
             }
         )

@@ -34,6 +34,7 @@ from genie.errors import (
 from genie.model.allocation import NodeHolds
 from genie.model.fencing import revision_of_token
 from genie.model.job import Job
+from genie.model.lock import LockRecord
 from genie.model.messages import QuarantinedRow
 from genie.model.node import NodeInfo
 from genie.model.tenant import QuotaRecord, TokenRecord
@@ -334,6 +335,7 @@ class Ledger:
         self.holds = LedgerTable("ledger/", NodeHolds)
         self.tokens = LedgerTable("token/", TokenRecord)
         self.quotas = LedgerTable("quota/", QuotaRecord)
+        self.locks = LedgerTable("lock/", LockRecord)
         self._tables: tuple[LedgerTable[Any], ...] = (
             self.cluster,
             self.counters,
@@ -342,6 +344,7 @@ class Ledger:
             self.holds,
             self.tokens,
             self.quotas,
+            self.locks,
         )
         self._write_queue: deque[_QueuedWrite] = deque()
         """At most WRITES_QUEUED_MAX; beyond that callers wait."""

@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 from genie.errors import OverloadedError
 from genie.model.limits import LIST_MAX
+from genie.model.lock_messages import ListLocks
 from genie.model.messages import (
     CancelJob,
     ExplainJob,
@@ -59,6 +60,7 @@ _REQUEST_COST_UNITS: dict[type[Message], float] = {
     ListNodes: 20.0,
     ListTokens: 20.0,
     ListQuotas: 5.0,
+    ListLocks: 20.0,
     ExplainJob: 20.0,
     OpenDevice: 2.0,
     PutBlob: 4.0,
@@ -67,7 +69,7 @@ _REQUEST_COST_UNITS: dict[type[Message], float] = {
 _UNITS_PER_LISTED_JOB = 0.1
 # Their handlers do not wait. Requests about the queue take turns among themselves (requests/queue.py).
 _REQUESTS_SERIALIZED_ACROSS_TOKENS: frozenset[type[Message]] = frozenset(
-    (ListJobs, ListNodes, ListTokens, ListQuotas, GetStatus, SessionHeartbeat)
+    (ListJobs, ListNodes, ListTokens, ListQuotas, ListLocks, GetStatus, SessionHeartbeat)
 )
 LIST_REQUESTS: frozenset[type[Message]] = _REQUESTS_SERIALIZED_ACROSS_TOKENS | {GetQueue, ExplainJob}
 """Requests whose replies are long or expensive."""

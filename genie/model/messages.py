@@ -2,36 +2,31 @@
 
 Each request has its reply type: `class Hello(Request[Welcome])`. Requests are decoded as one tagged union per
 server (`CONTROLLER_REQUESTS`, `AGENT_REQUESTS`); anything else is rejected. Long waits are bounded polls
-(`wait_s`). Framing is in runtime/wire.py.
+(`wait_s`). Messages about locks are in lock_messages.py. Framing is in runtime/wire.py.
 """
 
 from __future__ import annotations
 
 import functools
 import typing
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
+from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
 from genie.model.node import NodeInfo
 from genie.model.record import Record
+from genie.model.request import Message as Message  # noqa: PLC0414 - exported from here as well
+from genie.model.request import Request as Request  # noqa: PLC0414
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024
 WAIT_S_MAX = 30.0
 
 
-class Message(Record, frozen=True, kw_only=True, tag=True):
-    """Base of all requests and replies."""
-
-
 _Reply = TypeVar("_Reply", bound=Message)
-
-
-class Request(Message, Generic[_Reply], frozen=True, kw_only=True):
-    """A request; the reply is of type `_Reply`, or an error."""
 
 
 class Done(Message, frozen=True, kw_only=True):
@@ -715,6 +710,10 @@ USER_REQUESTS = (
     SessionEnd,
     OpenDevice,
     WaitDevice,
+    AcquireLock,
+    RenewLock,
+    ReleaseLock,
+    ListLocks,
 )
 OWNER_REQUESTS = (
     ListTokens,
@@ -728,6 +727,7 @@ OWNER_REQUESTS = (
     OpenBackup,
     ReadBackup,
     CloseBackup,
+    BreakLock,
 )
 
 CONTROLLER_REQUESTS = (

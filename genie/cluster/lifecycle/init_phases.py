@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -17,17 +18,13 @@ from typing import Any
 
 import msgspec
 
-from genie.cluster.devices import (
-    DeviceBroker,
-    SubmitToSessionLoop,
-    list_accelerators,
-    registered_torch_device,
-)
+from genie.cluster.devices import DeviceBroker, list_accelerators, registered_torch_device
 from genie.cluster.events import EventBus
 from genie.cluster.health import HealthChecker, NetworkReading, create_health_checker
 from genie.cluster.lifecycle.heartbeats import HeartbeatSender
 from genie.cluster.monitoring import create_resource_monitor
 from genie.cluster.node_info import create_local_node, new_session_id
+from genie.cluster.session_locks import SessionLocks, SubmitToLoop
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings
 from genie.errors import ConfigError, DeadlineError, GenieError, UnreachableError
@@ -66,7 +63,7 @@ class SessionStartup:
         events: EventBus,
         stack: AsyncExitStack,
         *,
-        submit: SubmitToSessionLoop,
+        submit: SubmitToLoop,
         began_s: float,
         network: Network | None = None,
     ) -> None:
@@ -276,6 +273,10 @@ class SessionStartup:
             control_port=access.port if state.node.role is NodeRole.SERVER else 0,
         )
         self._exit_stack.push_async_callback(_request_session_end, connection, state.session_id)
+        state.locks = SessionLocks(
+            connection, submit=self._submit_to_loop, holder=f"{state.session_id} (process {os.getpid()})"
+        )
+        self._exit_stack.push_async_callback(state.locks.release_all)
         if self._must_start_agent:
             await self._start_agent(access)
         await self._register_devices(state, connection)

@@ -1,0 +1,1 @@
+"""Locks of tenants: the table of leases, waiting clients, and requests."""

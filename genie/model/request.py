@@ -1,0 +1,18 @@
+"""The base classes of messages. The messages are in messages.py and lock_messages.py."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from genie.model.record import Record
+
+
+class Message(Record, frozen=True, kw_only=True, tag=True):
+    """Base of all requests and replies."""
+
+
+_Reply = TypeVar("_Reply", bound=Message)
+
+
+class Request(Message, Generic[_Reply], frozen=True, kw_only=True):
+    """A request; the reply is of type `_Reply`, or an error."""
