@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -91,6 +91,23 @@ class InvariantChecker:
                 touched |= self._on_holds_changed(row_id, msgspec.json.decode(value, type=NodeHolds))
         for job_id in touched:
             self._check_holds_match_placements(job_id)
+
+    def replace_rows(self, operations: Sequence[Put | Delete]) -> set[str]:
+        """Continue with the rows of a restored store. Return the jobs that it lacks or has in another state
+        than the previous store."""
+        before, self.current_jobs = self.current_jobs, {}
+        self._holds_by_node, self._holds_by_job = {}, {}
+        for operation in operations:
+            prefix, _, row_id = operation.key.partition("/")
+            if isinstance(operation, Put) and prefix + "/" == _JOB_KEY_PREFIX:
+                self.current_jobs[row_id] = msgspec.json.decode(operation.value, type=Job)
+            elif isinstance(operation, Put) and prefix + "/" == _HOLDS_KEY_PREFIX:
+                self._on_holds_changed(row_id, msgspec.json.decode(operation.value, type=NodeHolds))
+        self.ended_jobs = {job_id: job for job_id, job in self.current_jobs.items() if job.state.is_final}
+        for job_id in self.current_jobs.keys() | self._holds_by_job.keys():
+            self._check_holds_match_placements(job_id)
+        every_job_id = before.keys() | self.current_jobs.keys()
+        return {job_id for job_id in every_job_id if before.get(job_id) != self.current_jobs.get(job_id)}
 
     async def check_periodically(self) -> None:
         while True:
@@ -248,6 +265,10 @@ class InnocentTenantChecker:
         checker.job_end_callbacks.append(self._check_ended_job)
         checker.job_delete_callbacks.append(self._report_deleted_job)
 
+    def excuse_jobs(self, job_ids: Collection[str]) -> None:
+        """Let these jobs end in any way."""
+        self._excused_job_ids |= set(job_ids)
+
     def _check_ended_job(self, job: Job) -> None:
         if (
             job.tenant != self._tenant
@@ -267,7 +288,7 @@ class InnocentTenantChecker:
     def _check_terminated_process(self, process: SimProcess) -> None:
         job_id = process.job_id_and_epoch[0]
         job = self._checker.current_jobs.get(job_id)
-        if job is None or job.tenant != self._tenant:
+        if job is None or job.tenant != self._tenant or job_id in self._excused_job_ids:
             return
         if self._is_end_excused_by_fault(job):
             self._excused_job_ids.add(job_id)
