@@ -121,6 +121,7 @@ class SimCluster:
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""
+        self._owner_token = ""
         self._gpu_ids = {host: tuple(range(self.gpus_per_node)) for host in self.node_hosts}
 
     @property
@@ -344,6 +345,11 @@ class SimCluster:
             self._tokens[tenant] = created.token
         return self._tokens[tenant]
 
+    @property
+    def has_user_tokens(self) -> bool:
+        """Whether a user token has been created."""
+        return bool(self._tokens)
+
     async def fetch_jobs(self) -> dict[str, Job]:
         answer = await self.send_request(ListJobs(limit=1000))
         return {job.job_id: job for job in answer.jobs}
@@ -375,8 +381,10 @@ class SimCluster:
 
     def make_access(self, host: str, token: str = "") -> Access:
         """How to connect to a controller; as the owner unless `token` is given."""
-        paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
-        text = token or next(path for path in paths if path.exists()).read_text("utf-8")
+        if not self._owner_token:
+            paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
+            self._owner_token = next(path for path in paths if path.exists()).read_text("utf-8")
+        text = token or self._owner_token
         return Access(host=host, port=CONTROLLER_PORT, token=parse_token(text), tls=None)
 
     async def _wait_for_leader(self) -> None:

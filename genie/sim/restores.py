@@ -22,6 +22,7 @@ from genie.controller.backups.backup import open_store_backup_source, write_back
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.backups.restore import next_generation, restore_backup
 from genie.controller.store import Delete, Put
+from genie.errors import StoreUnavailableError
 from genie.model.fencing import make_fencing_token
 from genie.model.job import Job
 from genie.processes.tasks import run_inline
@@ -71,20 +72,18 @@ class RestoreChecker:
 
 
 async def restore_store(cluster: SimCluster, kind: str, duration_s: float) -> None:
-    """Restore the store once per run."""
+    """Restore the store, at most once per run."""
     if not cluster.has_restored_store:
-        cluster.has_restored_store = True
-        await _back_up_and_restore(cluster, kind, duration_s)
+        await _try_back_up_and_restore(cluster, kind, duration_s)
 
 
 async def restore_beside_old_controller(cluster: SimCluster, kind: str, duration_s: float) -> None:
-    """Restore the store once per run; then one server returns with the previous store for a while."""
+    """Restore the store, at most once per run; then a server returns with the previous store for a while."""
     if cluster.has_restored_store:
         return
-    cluster.has_restored_store = True
     old_store = cluster.store
-    generation = await _back_up_and_restore(cluster, kind, duration_s)
-    if not await _wait_until_nodes_have_seen(cluster, generation):
+    generation = await _try_back_up_and_restore(cluster, kind, duration_s)
+    if generation is None or not await _wait_until_nodes_have_seen(cluster, generation):
         return
     running = [host for host in cluster.controller_hosts if cluster.is_up(host)]
     if len(running) < 2:
@@ -101,18 +100,25 @@ async def restore_beside_old_controller(cluster: SimCluster, kind: str, duration
         await asyncio.sleep(cluster.failover_bounds.total_s)
 
 
-async def _back_up_and_restore(cluster: SimCluster, kind: str, duration_s: float) -> int:
-    """Return the new generation."""
+async def _try_back_up_and_restore(cluster: SimCluster, kind: str, duration_s: float) -> int | None:
+    """Return the new generation; None if no backup can be taken, because the store does not respond."""
+    cluster.has_restored_store = True
+    while not cluster.has_user_tokens:  # tokens that are created after the backup are lost, too
+        await asyncio.sleep(_POLL_INTERVAL_S)
     random, path = cluster.world.random, cluster.directory / "store.backup"
     clock = SimClock(cluster.world, STORE_HOST)
     backup_began_at = clock.wall_s()
-    await write_backup(
-        partial(open_store_backup_source, cluster.store),
-        path,
-        clock=clock,
-        offload=run_inline,
-        progress=_ignore_progress,
-    )
+    try:
+        await write_backup(
+            partial(open_store_backup_source, cluster.store),
+            path,
+            clock=clock,
+            offload=run_inline,
+            progress=_ignore_progress,
+        )
+    except StoreUnavailableError:
+        cluster.has_restored_store = False
+        return None
     await asyncio.sleep(random.uniform(0.1, _BACKUP_AGE_S_MAX))
     with (
         control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)),
