@@ -73,12 +73,14 @@ class _RunningProgram:
 
 @dataclass(frozen=True)
 class FaultWindow:
-    """A fault and its time. `hosts`: those on which it may end jobs."""
+    """A fault and its time. `hosts`: those on which it may end jobs, for `termination_reason` only if that
+    is set."""
 
     kind: str
     hosts: frozenset[str]
     start_s: float
     end_s: float
+    termination_reason: str = ""
 
 
 @dataclass
@@ -98,6 +100,7 @@ class SimCluster:
     config: ControllerConfig = CONTROLLER_CONFIG
     world: World = field(init=False)
     machines: SimMachines = field(init=False)
+    _memory: MemoryStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)

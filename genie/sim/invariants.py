@@ -290,20 +290,21 @@ class InnocentTenantChecker:
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant or job_id in self._excused_job_ids:
             return
-        if self._is_end_excused_by_fault(job):
+        if self._is_end_excused_by_fault(job, process.termination_reason):
             self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )
 
-    def _is_end_excused_by_fault(self, job: Job) -> bool:
+    def _is_end_excused_by_fault(self, job: Job, termination_reason: str = "") -> bool:
         """Whether a machine of any of its workers has or had a fault: the workers of a gang end together."""
         now_s = self._world.now_s
         hosts = {placement.node_id.replace("-", ".") for placement in job.placements}
         return any(
             hosts & fault.hosts and fault.start_s <= now_s <= fault.end_s + _EXCUSED_AFTER_FAULT_S
             for fault in self._fault_windows
+            if fault.termination_reason in ("", termination_reason)
         )
 
 

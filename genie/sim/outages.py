@@ -3,7 +3,7 @@ restarts of everything at once. Restores of the store are in restores.py.
 
 An etcd member runs on each controller's machine: without a majority of them the store does not respond, and
 with the machine of its leader it first needs an election. Jobs may end on machines that have a fault, and on
-all machines while no server could answer them: see `control_plane_fault`.
+all machines when their dead-man timer expires because no server answers: see `control_plane_fault`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.sim.cluster import CLIENT_HOST, STORE_HOST, FaultWindow, SimCluster
 from genie.sim.store import MemoryStore
 
 _CONTROLLER_STARTUP_TIME_S = 2.0
-_POWER_OUTAGE_DURATION_FACTOR = 3.0
+_LONG_OUTAGE_DURATION_FACTOR = 3.0
 """Then some outages are longer than the time after which the jobs of a node are reclaimed."""
 _SERVER_LOST_FOR_GOOD_PROBABILITY = 0.2
 _ONE_WAY_PROBABILITY = 0.75
@@ -54,9 +55,11 @@ async def simulate_store_election(cluster: SimCluster) -> None:
 
 
 @contextmanager
-def fault_of_nodes(cluster: SimCluster, kind: str, hosts: Collection[str]) -> Iterator[None]:
+def fault_of_nodes(
+    cluster: SimCluster, kind: str, hosts: Collection[str], *, termination_reason: str = ""
+) -> Iterator[None]:
     """Record a fault that may end the jobs of these nodes, until it is over."""
-    window = FaultWindow(kind, frozenset(hosts), cluster.world.now_s, float("inf"))
+    window = FaultWindow(kind, frozenset(hosts), cluster.world.now_s, float("inf"), termination_reason)
     cluster.faults.append(window)
     try:
         yield
@@ -70,9 +73,10 @@ def control_plane_fault(cluster: SimCluster, kind: str, *, is_silent: bool) -> I
     failover takes there may be neither a leader nor replies from all controllers, which an agent cannot
     distinguish from its own isolation. Two faults at the same time may have that effect, too."""
     may_end_jobs = is_silent or cluster.control_plane_fault_count > 0
+    hosts = cluster.node_hosts if may_end_jobs else []
     with (
         count_control_plane_fault(cluster),
-        fault_of_nodes(cluster, kind, cluster.node_hosts if may_end_jobs else ()),
+        fault_of_nodes(cluster, kind, hosts, termination_reason=CONTACT_LOST_REASON),
     ):
         yield
 
@@ -128,7 +132,7 @@ async def _power_off_and_on(cluster: SimCluster, hosts: Sequence[str], duration_
         cluster.crash(host, power_off=True)
     async with asyncio.TaskGroup() as group:
         for host in hosts:
-            off_s = cluster.world.random.uniform(0.1, _POWER_OUTAGE_DURATION_FACTOR * duration_s)
+            off_s = cluster.world.random.uniform(0.1, _LONG_OUTAGE_DURATION_FACTOR * duration_s)
             group.create_task(_restart_later(cluster, host, off_s))
 
 
@@ -151,6 +155,7 @@ async def _cut_any_link(cluster: SimCluster, kind: str, duration_s: float) -> No
     with fault_of_nodes(cluster, kind, [other] if other in cluster.node_hosts else []):
         if other == STORE_HOST:
             with control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)):
+                duration_s *= _LONG_OUTAGE_DURATION_FACTOR
                 await _cut_and_heal(cluster, ends, duration_s, is_one_way=is_one_way)
                 await asyncio.sleep(cluster.failover_bounds.total_s)
         else:
@@ -183,7 +188,10 @@ async def _restart_agents(cluster: SimCluster, kind: str, duration_s: float) -> 
 async def _restart_everything(cluster: SimCluster, kind: str, duration_s: float) -> None:
     """Restart all controllers, all agents and the store at once; in half of the cases all lose power."""
     hosts = [*cluster.controller_hosts, *cluster.node_hosts]
-    with control_plane_fault(cluster, kind, is_silent=True):
+    with (
+        fault_of_nodes(cluster, kind, cluster.node_hosts),
+        control_plane_fault(cluster, kind, is_silent=True),
+    ):
         await _crash_all_with_store(cluster, hosts, duration_s, power_off=cluster.world.random.random() < 0.5)
 
 
