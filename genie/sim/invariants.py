@@ -290,6 +290,8 @@ class InnocentTenantChecker:
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant or job_id in self._excused_job_ids:
             return
+        if process.job_id_and_epoch in self._machines.rolled_back_launches:
+            return
         if self._is_end_excused_by_fault(job, process.termination_reason):
             self._excused_job_ids.add(job_id)
         else:

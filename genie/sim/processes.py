@@ -71,8 +71,8 @@ class SimMachines:
         self.completed_workers_and_epochs: set[tuple[str, int]] = set()
         """Completed workers with their epoch."""
         self.rolled_back_launches: set[tuple[str, int]] = set()
-        """Job IDs and epochs of launches that a restored store does not contain. Until the nodes end their
-        processes, the job may run again elsewhere."""
+        """Job IDs and epochs of launches that a restored store does not contain. Their nodes end them; until
+        then the job may run again elsewhere."""
         self.violations: list[str] = []
         self.spawn_callbacks: list[Callable[[SimProcess], None]] = []
         self.termination_callbacks: list[Callable[[SimProcess], None]] = []

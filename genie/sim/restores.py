@@ -24,7 +24,7 @@ from genie.controller.backups.restore import next_generation, restore_backup
 from genie.controller.store import Delete, Put
 from genie.errors import StoreUnavailableError
 from genie.model.fencing import make_fencing_token
-from genie.model.job import Job
+from genie.model.job import Job, JobState
 from genie.processes.tasks import run_inline
 from genie.sim.cluster import STORE_HOST, SimCluster
 from genie.sim.invariants import InnocentTenantChecker, InvariantChecker
@@ -33,6 +33,7 @@ from genie.sim.world import SimClock
 
 _BACKUP_AGE_S_MAX = 15.0
 _NEW_GENERATION_WAIT_S_MAX = 30.0
+_CONTROLLER_STARTUP_TIME_S = 2.0
 _POLL_INTERVAL_S = 0.2
 
 
@@ -55,13 +56,14 @@ class RestoreChecker:
         self.restore_count += 1
         before = dict(self._checker.current_jobs)
         changed = self._checker.replace_rows(operations)
-        self._innocent_tenant.excuse_jobs(changed)
         after = self._checker.current_jobs
-        self._cluster.machines.rolled_back_launches |= {
-            (job_id, job.epoch)
-            for job_id, job in before.items()
-            if job_id not in after or after[job_id].epoch != job.epoch
-        }
+        # They may have ended since. Queued ones run again, and those that are being placed are queued again.
+        self._innocent_tenant.excuse_jobs(
+            {job_id for job_id in changed & after.keys() if after[job_id].state is JobState.RUNNING}
+        )
+        continuing = {(job.job_id, job.epoch) for job in after.values() if job.state is JobState.RUNNING}
+        launches = {(job.job_id, job.epoch) for job in before.values()}
+        self._cluster.machines.rolled_back_launches |= launches - continuing
         for job_id in before.keys() - after.keys():
             self._record_lost_job(before[job_id], backup_began_at)
 
@@ -92,6 +94,7 @@ async def restore_beside_old_controller(cluster: SimCluster, kind: str, duration
     with control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)):
         cluster.crash(host)
         cluster.outdated_controller_hosts.add(host)
+        await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)  # requests of clients to this host fail meanwhile
         cluster.start_controller(host, old_store)
         await asyncio.sleep(cluster.failover_bounds.total_s + duration_s)
         cluster.crash(host)
