@@ -22,6 +22,7 @@ GenieError
 ├── AccessError                 authentication and authorization
 │   ├── TokenMissingError       no token was given or found
 │   ├── TokenRefusedError       the token is unknown, invalid, revoked, expired or already used
+│   │   └── NodeRemovedError    the node was removed from the cluster, or its token was revoked
 │   ├── PermissionError_        the token is valid but lacks the permission
 │   ├── TlsError                a certificate is missing or untrusted, or TLS is required
 │   │   ├── ClockSkewError      a certificate is not valid yet: the clocks of two machines differ
@@ -200,6 +201,10 @@ class TokenMissingError(AccessError):
 
 class TokenRefusedError(AccessError):
     code = "access.token_refused"
+
+
+class NodeRemovedError(TokenRefusedError):
+    code = "access.token_refused.node_removed"
 
 
 class PermissionError_(AccessError):  # noqa: N801 - PermissionError is a builtin

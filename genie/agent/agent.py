@@ -1,4 +1,4 @@
-"""The agent: registers the node, sends heartbeats, and runs its jobs for as long as its lease is valid.
+"""The agent: registers the node, sends heartbeats, and runs its jobs.
 
 One TaskGroup runs the connection with its heartbeats, the lease check, changes of the journal, exit
 collection, the inventory, certificate renewal and shutdown. Clock, network, randomness, disk access and
@@ -29,7 +29,7 @@ from genie.agent.identity import (
     renew_expired_certificate,
     write_controller_addresses,
 )
-from genie.agent.jobs import CONTACT_LOST_REASON, JobLaunchContext, NodeJobs
+from genie.agent.jobs import JobLaunchContext, NodeJobs
 from genie.agent.journal import Journal
 from genie.agent.launcher import JobLauncher
 from genie.agent.leader_connection import LeaderConnection
@@ -398,7 +398,7 @@ class Agent:
             await self._clock.sleep(self._heartbeat_interval_s())
             self._heartbeat_due_event.set()
             if self._jobs.live_jobs and not self._lease.is_valid(self._clock.monotonic_s()):
-                self._jobs.kill_all_jobs(CONTACT_LOST_REASON)
+                self._jobs.kill_jobs_that_end_with_lease()
 
     async def _free_disk_space_periodically(self) -> None:
         """Measures free space, and removes files of finished jobs."""

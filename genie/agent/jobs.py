@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,11 @@ class LocalJob:
     @property
     def has_started(self) -> bool:
         return self.started_s is not None
+
+    @property
+    def ends_with_lease(self) -> bool:
+        """Whether it must end when the lease of the node expires: it may be started elsewhere then."""
+        return self.launch.has_deadman_timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +303,12 @@ class NodeJobs:
         for job_id, job in self.live_jobs.items():
             self.kill_job(job_id, epoch=job.epoch, reason=reason)
 
+    def kill_jobs_that_end_with_lease(self) -> None:
+        """Kills the jobs that the controller may start elsewhere when the lease of the node has expired."""
+        for job_id, job in self.live_jobs.items():
+            if job.ends_with_lease:
+                self.kill_job(job_id, epoch=job.epoch, reason=CONTACT_LOST_REASON)
+
     def settle_exits(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:
             self.unsettled_exits.pop(job_id, None)
@@ -365,6 +377,7 @@ class NodeJobs:
             log_files_max=self._config.log_files_max,
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s),
+            has_deadman_timer=launch.has_deadman_timer,
         )
 
     async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:
@@ -401,12 +414,17 @@ class NodeJobs:
             incarnation=self._journal.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
-        await self._make_retrying_leader_call(job)(confirmation)
+        # If the reply was lost, a job without a dead-man timer counts as running until the node returns. So
+        # the agent does not give up before a leader has replied; a void launch is fenced then.
+        timeout_s = LEADER_CALL_RETRY_TIMEOUT_S if job.ends_with_lease else math.inf
+        await self._make_retrying_leader_call(job, timeout_s=timeout_s)(confirmation)
         self._check_not_killed(job)
 
-    def _make_retrying_leader_call(self, job: LocalJob) -> preparation.CallLeaderWithRetries:
+    def _make_retrying_leader_call(
+        self, job: LocalJob, *, timeout_s: float = LEADER_CALL_RETRY_TIMEOUT_S
+    ) -> preparation.CallLeaderWithRetries:
         """Retries retryable errors, with backoff, until the timeout or until the job is killed."""
-        deadline_s = self._clock.monotonic_s() + LEADER_CALL_RETRY_TIMEOUT_S
+        deadline_s = self._clock.monotonic_s() + timeout_s
 
         async def call(request: Request[_Reply]) -> _Reply:
             backoff_s = LEADER_CALL_BACKOFF_S_MIN
@@ -427,7 +445,8 @@ class NodeJobs:
         return call
 
     def _check_not_killed(self, job: LocalJob) -> None:
-        if not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
+        has_expired = job.ends_with_lease and not self._lease.is_valid(self._clock.monotonic_s())
+        if not job.kill_reason and has_expired:
             job.kill_reason = CONTACT_LOST_REASON
         if job.kill_reason:
             raise LaunchError(job.kill_reason)

@@ -58,10 +58,12 @@ class LaunchPlan:
     log_files_max: int
     grace_s: float
     deadman_grace_s: float
+    has_deadman_timer: bool = True
+    """Without it, the job runs until it ends or is killed, also without an agent."""
 
 
 class JobLauncher(Protocol):
-    """Starts and ends jobs. A job ends by itself unless it is refreshed in time (dead-man timer)."""
+    """Starts and ends jobs. A job with a dead-man timer ends by itself unless it is refreshed in time."""
 
     def kill_leftovers(self, jobs_dir: Path) -> int:
         """Kills processes of an earlier agent; returns their number. `running_jobs_and_kill_errors` lists
@@ -69,12 +71,12 @@ class JobLauncher(Protocol):
         ...
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
-        """Starts a job that may run until `deadman_expiry_s` (monotonic) unless refreshed. Raises
-        NodeUnfitError."""
+        """Starts a job. With a dead-man timer it may run until `deadman_expiry_s` (monotonic) unless
+        refreshed. Raises NodeUnfitError."""
         ...
 
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
-        """Extends the dead-man timers of all running jobs."""
+        """Extends the dead-man timers of all running jobs that have one."""
         ...
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
@@ -99,7 +101,7 @@ class JobLauncher(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases running jobs; their dead-man timers end them."""
+        """Releases running jobs: their dead-man timers end them, or the next agent of the node does."""
         ...
 
 
@@ -204,7 +206,7 @@ class ShimLauncher:
         line = b"r %.6f\n" % deadman_expiry_s
         for running_shim in self._shims.values():
             # A stopped shim that does not read misses this refresh; a later one supersedes it.
-            if not running_shim.unsent_bytes:
+            if running_shim.plan.has_deadman_timer and not running_shim.unsent_bytes:
                 self._send_control_line(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
@@ -460,7 +462,7 @@ def _spawn_shim(
         "log_dir": str(plan.directory / "log"),
         "log_bytes_max": plan.log_file_bytes_max,
         "log_files_max": plan.log_files_max,
-        "until_s": deadman_expiry_s,
+        "until_s": deadman_expiry_s if plan.has_deadman_timer else None,
         "grace_s": plan.grace_s,
         "deadman_grace_s": plan.deadman_grace_s,
         "exit_path": str(plan.directory / "exit.json"),

@@ -19,6 +19,7 @@ from genie.errors import (
     ConnectionLostError,
     FencedError,
     GenieError,
+    NodeRemovedError,
     NothingListensError,
     NotLeaderError,
     OutdatedLeaderError,
@@ -76,7 +77,7 @@ class LeaderConnection:
         self._rejection_reason_by_endpoint: dict[tuple[str, int], str] = {}
         """Why controllers that claim to lead were rejected."""
         self._has_registered_once = False
-        """From then on every error except FencedError is retried."""
+        """From then on every error except FencedError and NodeRemovedError is retried."""
 
     @property
     def is_connected(self) -> bool:
@@ -124,8 +125,8 @@ class LeaderConnection:
     ) -> None:
         """Runs until cancelled. `serve` gets a connection to a leader and returns when it no longer leads.
 
-        Raises FencedError, and until the first registration every error that is not retryable (token,
-        certificate, version).
+        Raises FencedError, NodeRemovedError unless another controller leads, and until the first registration
+        every error that is not retryable (token, certificate, version).
         """
         delay_s = RECONNECT_BACKOFF_S_MIN
         while True:
@@ -230,6 +231,8 @@ class LeaderConnection:
             return _ConnectAttemptOutcome.SERVED if served else _ConnectAttemptOutcome.NOT_LEADING
         except FencedError:
             raise
+        except NodeRemovedError as error:
+            return error
         except GenieError as error:
             if not error.retryable and not self._has_registered_once:
                 return error

@@ -1,7 +1,8 @@
 """The process around each job: starts it, writes its log, and ends it when the dead-man timer expires.
 
-It outlives the agent. The agent refreshes the dead-man timer periodically; when it expires (the agent is
-dead, stopped or disconnected), the shim ends the job. It is started as a file, `python -I -S shim.py
+It outlives the agent. The agent refreshes the dead-man timer of a restartable job periodically; when it
+expires (the agent is dead, stopped or disconnected), the shim ends the job. A job without the timer goes on
+until it ends, or until an agent ends it. The shim is started as a file, `python -I -S shim.py
 CONFIG.json`, in its own session, and imports only the standard library, processes/process_table.py and
 processes/cgroups.py, so that it starts fast and does not depend on files that may be upgraded meanwhile. The
 job is in a control group, if the agent has created one; the shim is not.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -117,7 +119,8 @@ class Shim:
         self._job_log = RotatingJobLog(
             config["log_dir"], file_bytes_max=config["log_bytes_max"], files_max=config["log_files_max"]
         )
-        self._deadman_expiry_s = _monotonic_to_boot_s(float(config["until_s"]))
+        until_s = config["until_s"]  # None if the job has no dead-man timer
+        self._deadman_expiry_s = math.inf if until_s is None else _monotonic_to_boot_s(float(until_s))
         self._job_process: subprocess.Popen[bytes] | None = None
         self._output_fd = -1
         self._job_wait_status: int | None = None
@@ -266,7 +269,7 @@ class Shim:
         except OSError:
             data = b""
         if not data:
-            # The agent has ended. The job continues until the dead-man timer expires.
+            # The agent has ended. The job continues, until its dead-man timer expires if it has one.
             os.close(self._control_fd)
             self._control_fd = -1
             return

@@ -152,7 +152,7 @@ class PlacementOptions:
         bool,
         typer.Option(
             "--preemptible",
-            help="Allow preemption; a preempted job is queued again.",
+            help="Allow preemption. A preempted job is queued again, and a command also if its node is lost.",
             rich_help_panel=_SCHEDULING_PANEL,
         ),
     ] = False

@@ -37,6 +37,7 @@ from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.servers import ServerAdmission
 from genie.controller.nodes.snapshots import NodeSnapshots
+from genie.controller.nodes.unresponsive import UnresponsiveNodes
 from genie.controller.periodic_steps import PeriodicStepRunner
 from genie.controller.placement.launch_queue import LaunchQueue
 from genie.controller.placement.pass_runner import PassRunner
@@ -154,6 +155,7 @@ class Controller:
         self._membership = Membership(config)
         self._node_faults = NodeFaults(clock)
         self._node_snapshots = NodeSnapshots(self._ledger, self._membership, self._node_faults, clock=clock)
+        self._unresponsive_nodes = UnresponsiveNodes(self._ledger, self._membership, clock=clock)
         self._quota_table = QuotaTable(self._ledger)
         self._policy = make_configured_policy(config, clock=clock)
         self._make_placer, _ = placer_factory(build=False)
@@ -169,6 +171,7 @@ class Controller:
             wake=self._pass_wake_event.set,
             placer=self._planner,
             backoff=self._launch_backoff,
+            describe_unresponsive_node=self._unresponsive_nodes.describe_effect_on_job,
         )
         self._store_monitor = StoreMonitor(self._store, self._jobs.space, config=config, clock=clock)
 
@@ -371,6 +374,7 @@ class Controller:
         return [
             *file_alarms,
             *self._store_monitor.alarms(),
+            *self._unresponsive_nodes.alarms(),
             *self._blob_replication.alarms(),
             *self._periodic_step_runner.alarms(),
         ]

@@ -47,6 +47,8 @@ _CACHED_TOKEN_RECORD_TTL_S = 5.0
 _STALE_RECORD_ACCEPTED_S_MAX = 60.0
 """How long a cached token is accepted while the store does not respond: it may have been revoked since."""
 _REVOKED_TOKEN_RETENTION_S = 86400.0
+_REVOKED_NODE_TOKEN_RETENTION_S = 30 * 86400.0
+"""A removed node that was only isolated ends its jobs when it is rejected because of a revoked token."""
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
 _SERVER_JOIN_TOKEN_TTL_S = 900.0
@@ -202,10 +204,11 @@ class TokenRegistry:
         _log.info("wrote the owner token to %s", path)
 
     async def delete_old_tokens(self) -> None:
-        """Delete join and server tokens an hour after they were used or expired, and any token a day after
-        it was revoked."""
+        """Delete join and server tokens an hour after they were used or expired, tokens of nodes 30 days
+        after they were revoked, and any other token a day after it was revoked."""
         now = self._clock.wall_s()
         limit, join_limit = now - _REVOKED_TOKEN_RETENTION_S, now - _JOIN_TOKEN_RETENTION_S
+        node_limit = now - _REVOKED_NODE_TOKEN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
@@ -213,7 +216,10 @@ class TokenRegistry:
                 row.kind in _SINGLE_USE_TOKEN_KINDS
                 and min(row.used_at or now, row.expires_at or now) < join_limit
             )
-            or (row.revoked_at is not None and row.revoked_at < limit)
+            or (
+                row.revoked_at is not None
+                and row.revoked_at < (node_limit if row.kind is TokenKind.NODE else limit)
+            )
         ][:100]
         if not old:
             return

@@ -22,6 +22,9 @@ class Hold(Record, frozen=True, kw_only=True, gc=False):
     gpu_milli: int = FULL_MILLI
     cpus: float = 0.0
     memory_bytes: int = 0
+    has_deadman_timer: bool = msgspec.field(default=True, name="deadman")
+    """Whether the worker was launched with a dead-man timer. One without it may run as long as its node is
+    silent, so its resources are not reclaimed until the node returns or is removed."""
 
 
 class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
@@ -29,6 +32,16 @@ class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
 
     node_id: str
     holds: tuple[Hold, ...] = ()
+
+    @property
+    def reclaimable_holds(self) -> tuple[Hold, ...]:
+        """The holds of workers that have ended for certain when the dead-man time of the node is over."""
+        return tuple(hold for hold in self.holds if hold.has_deadman_timer)
+
+    @property
+    def withheld_holds(self) -> tuple[Hold, ...]:
+        """The holds of workers that may run as long as the node is silent."""
+        return tuple(hold for hold in self.holds if not hold.has_deadman_timer)
 
     def gpu_used_milli(self, gpu_id: int) -> int:
         return sum(hold.gpu_milli for hold in self.holds if gpu_id in hold.gpu_ids)

@@ -144,6 +144,12 @@ class JobSpec(Record, frozen=True, kw_only=True, gc=False):
     """Only on these accelerators of that node; empty for any."""
     constraints: PlacementConstraints = msgspec.field(default=PlacementConstraints(), name="wishes")
 
+    @property
+    def is_restartable(self) -> bool:
+        """Whether the controller queues the job again when its node is lost: a preemptible command. Such a
+        job ends at the dead-man time; any other one keeps running while no leader can be found."""
+        return self.constraints.preemptible and self.kind is JobKind.COMMAND
+
 
 class Transition(Record, frozen=True, kw_only=True, gc=False):
     state: JobState

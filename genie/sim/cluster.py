@@ -7,8 +7,10 @@ studies see events.py and replay.py.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,11 +24,20 @@ from genie.agent.joining import join_cluster
 from genie.config import AgentConfig, ControllerConfig
 from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
-from genie.errors import GenieError
+from genie.errors import GenieError, NodeRemovedError
 from genie.hardware.host import HostFacts
 from genie.model.failover import FailoverBounds, etcd_failover_bounds
-from genie.model.job import Job, JobSpec, Resources
-from genie.model.messages import CreateToken, ListJobs, ListNodes, Message, NodeView, Request, SubmitJob
+from genie.model.job import Job, JobSpec, PlacementConstraints, Resources
+from genie.model.messages import (
+    CreateToken,
+    ListJobs,
+    ListNodes,
+    Message,
+    NodeView,
+    RemoveNode,
+    Request,
+    SubmitJob,
+)
 from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
@@ -47,6 +58,9 @@ CLIENT_HOST = "127.0.9.9"
 STORE_HOST = "store"
 """End of the links between the controllers and the store."""
 _CLIENT_CALL_TIMEOUT_S = 5.0
+_JOIN_RETRY_INTERVAL_S = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 class _SimInventory:
@@ -73,13 +87,14 @@ class _RunningProgram:
 
 @dataclass(frozen=True)
 class FaultWindow:
-    """A fault and its time. `hosts`: those on which it may end jobs, for `termination_reason` only if that
-    is set."""
+    """A fault and its time. `hosts`: those on which it may end jobs, or only restartable ones; for
+    `termination_reason` only, if that is set."""
 
     kind: str
     hosts: frozenset[str]
     start_s: float
     end_s: float
+    ends_only_restartable_jobs: bool = False
     termination_reason: str = ""
 
 
@@ -121,6 +136,8 @@ class SimCluster:
         self.has_restored_store = False
         self.restore_listeners: list[Callable[[Sequence[Put | Delete], float], None]] = []
         """Called with the writes to a restored store, and the wall time at which its backup began."""
+        self.hosts_being_removed: set[str] = set()
+        """Nodes that the owner removes and that then join again."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""
@@ -266,7 +283,10 @@ class SimCluster:
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
             )
-            await agent.run()
+            try:
+                await agent.run()
+            except NodeRemovedError as error:  # its supervisor would start it again, with the same result
+                _log.info("t=%.2f s: the agent on %s has ended: %s", self.world.now_s, host, error)
 
         self._actors[host] = _RunningProgram(self.group.create_task(run_actor()), launcher)
 
@@ -310,6 +330,21 @@ class SimCluster:
         await asyncio.sleep(restart_backoff_s(crashes, now=self.world.now_s))
         self.restart(host)
 
+    async def rejoin_node(self, host: str) -> None:
+        """Let a node join again that was removed from the cluster."""
+        while True:
+            try:
+                await self._join_node(host)
+                break
+            except GenieError:
+                with suppress(GenieError):  # the reply to an earlier attempt may have been lost
+                    await self.send_request(RemoveNode(node_id=self.node_id(host)))
+                await asyncio.sleep(_JOIN_RETRY_INTERVAL_S)
+        was_up = self.is_up(host)
+        self.crash(host)
+        if was_up:
+            self.restart(host)
+
     def set_gpus(self, host: str, gpu_ids: Collection[int]) -> None:
         """Change the GPUs that the agent finds from its next reading on."""
         self._gpu_ids[host] = tuple(gpu_ids)
@@ -327,9 +362,14 @@ class SimCluster:
 
     # --- client ---------------------------------------------------------------------------
 
-    async def submit(self, *, gpus: int, seconds: float) -> str:
+    async def submit(self, *, gpus: int, seconds: float, preemptible: bool = False) -> str:
         """Submit a job and return its ID."""
-        spec = JobSpec(name="sim", command=("simulated",), resources=Resources(gpus=gpus))
+        spec = JobSpec(
+            name="sim",
+            command=("simulated",),
+            resources=Resources(gpus=gpus),
+            constraints=PlacementConstraints(preemptible=preemptible),
+        )
         return await self.submit_spec(spec, seconds=seconds)
 
     async def submit_spec(self, spec: JobSpec, *, seconds: float, tenant: str = "") -> str:
@@ -397,12 +437,14 @@ class SimCluster:
 
     async def _join_node(self, host: str) -> None:
         created = await self.send_request(CreateToken(kind=TokenKind.JOIN))
-        leader = next(each for each in self.controller_hosts if self.is_up(each))
+        hosts = sorted(self.controller_hosts, key=lambda each: not self.is_leader(each))
+        leader = next((each for each in hosts if self.is_up(each)), hosts[0])
         await join_cluster(
             leader,
             CONTROLLER_PORT,
             created.token,
             state_dir=self.directory / host,
             requested_node_id=self.node_id(host),
+            is_node_id_fixed=True,
             network=SimNetwork(self.world, host),
         )

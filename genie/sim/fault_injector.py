@@ -3,7 +3,7 @@ and full disks, clock steps.
 
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
-outage of the store for all controllers. OUTAGES are those of outages.py and restores.py.
+outage of the store for all controllers. RECOVERY_FAULTS are those of outages.py and restores.py.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
@@ -21,8 +21,9 @@ from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota
 from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
+from genie.sim.node_removal import remove_isolated_node
 from genie.sim.outages import (
-    OUTAGE_FAULTS,
+    CLUSTER_FAULTS,
     count_control_plane_fault,
     hanging_store,
     simulate_store_election,
@@ -32,6 +33,8 @@ from genie.sim.restores import restore_beside_old_controller, restore_store
 _log = logging.getLogger(__name__)
 
 _STORE_HANG_DURATION_FACTOR = 3.0
+_LONG_OUTAGES = frozenset(("isolate_node", "hang_agent"))
+"""They last longer than it takes to reclaim jobs."""
 _CONTROLLER_STARTUP_TIME_S = 2.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
@@ -48,6 +51,8 @@ MIXED_FAULTS = (
     "lose_store",
 )
 NETWORK_FAULTS = ("cut_node", "cut_one_way", "reorder", "duplicate", "restart_controller")
+OUTAGE_FAULTS = ("isolate_node", "hang_agent", "remove_node", "freeze_node", "restart_controller")
+"""Outages of nodes that outlast the time until restartable jobs are reclaimed."""
 DISK_FAULTS = ("slow_disk", "full_disk", "torn_write", "crash_node", "restart_controller")
 TIME_FAULTS = (
     "clock_step",
@@ -61,19 +66,20 @@ STORE_FAULTS = (
     *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),
 )
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
-OUTAGES = {
-    **OUTAGE_FAULTS,
+RECOVERY_FAULTS = {
+    **CLUSTER_FAULTS,
     "restore": restore_store,
     "restore_beside_old_controller": restore_beside_old_controller,
 }
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
-    (
-        *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
-        *("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart"),
-    )
+    ("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart", "remove_node")
 )
 """Faults that may end the jobs of their node."""
-FAULTS_ENDING_ALL_JOBS = frozenset(("pause_controller",))
+FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
+    ("cut_node", "cut_one_way", "isolate_node", "hang_agent", "pause_node", "freeze_node", "drift")
+)
+"""Outages of a node: restartable jobs end at the dead-man time, all others go on."""
+FAULTS_ENDING_ALL_RESTARTABLE_JOBS = frozenset(("pause_controller",))
 OWNER_ACTIONS = ("drain", "change_gpus", "change_gpus_on_restart", "quota")
 """Actions of an owner that invalidate existing placements."""
 MIXED_FAULTS_AND_OWNER_ACTIONS = (*MIXED_FAULTS, "lose_reply", *OWNER_ACTIONS)
@@ -113,13 +119,24 @@ async def inject_faults(
 
 
 def _record_fault_window(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
-    hosts = {node} if kind in FAULTS_ENDING_JOBS_ON_NODE else set()
-    if kind in FAULTS_ENDING_ALL_JOBS:
+    ends_any_job = kind in FAULTS_ENDING_JOBS_ON_NODE
+    hosts = {node} if ends_any_job or kind in FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE else set()
+    if kind in FAULTS_ENDING_ALL_RESTARTABLE_JOBS:
         hosts = set(cluster.node_hosts)
     now_s = cluster.world.now_s
     # The rate of a clock is changed until another fault changes it again.
-    end_s = float("inf") if kind == "drift" else now_s + duration_s
-    cluster.faults.append(FaultWindow(kind, frozenset(hosts), now_s, end_s))
+    end_s = float("inf") if kind == "drift" else now_s + duration_s + _extra_duration_s(cluster, kind)
+    cluster.faults.append(
+        FaultWindow(kind, frozenset(hosts), now_s, end_s, ends_only_restartable_jobs=not ends_any_job)
+    )
+
+
+def _extra_duration_s(cluster: SimCluster, kind: str) -> float:
+    """How long a fault lasts in addition, because it must outlast the time until jobs are reclaimed."""
+    reclaim_s = cluster.config.node_ttl_s + cluster.config.node_reclaim_grace_s
+    if kind == "remove_node":
+        return 2 * reclaim_s
+    return reclaim_s if kind in _LONG_OUTAGES else 0.0
 
 
 async def undo_owner_actions(cluster: SimCluster) -> None:
@@ -144,13 +161,17 @@ async def _inject_and_end_fault(
     match kind:
         case _ if kind in hostile.HOSTILE_ACTIONS:
             await hostile.HOSTILE_ACTIONS[kind](cluster, node, duration_s)
-        case _ if kind in OUTAGES:
-            await OUTAGES[kind](cluster, kind, duration_s)
+        case _ if kind in RECOVERY_FAULTS:
+            await RECOVERY_FAULTS[kind](cluster, kind, duration_s)
         case "cut_node" | "cut_one_way":
             ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
+        case "isolate_node":
+            await _isolate_node(cluster, node, duration_s + _extra_duration_s(cluster, kind))
+        case "remove_node":
+            await remove_isolated_node(cluster, node)
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -167,6 +188,10 @@ async def _inject_and_end_fault(
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
+        case "hang_agent":
+            hang_s = duration_s + _extra_duration_s(cluster, kind)
+            world.pause_host(node, hang_s)
+            await asyncio.sleep(hang_s)
         case "drift":
             world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
         case "freeze_node":
@@ -242,6 +267,15 @@ async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_stor
         await asyncio.sleep(bounds.discovery_s + duration_s)
         cluster.restart(leader)
         await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)
+
+
+async def _isolate_node(cluster: SimCluster, node: str, duration_s: float) -> None:
+    """Cut a node from all controllers."""
+    for controller in cluster.controller_hosts:
+        cluster.world.cut_link(node, controller)
+    await asyncio.sleep(duration_s)
+    for controller in cluster.controller_hosts:
+        cluster.world.heal_link(node, controller)
 
 
 async def _inject_frame_fault(cluster: SimCluster, kind: str, duration_s: float) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
-from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_name
+from genie.model.job import Job, JobState, Placement, Spread, StopReason, Within, parse_worker_name
 from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.processes import SimMachines, SimProcess
 from genie.sim.world import World
@@ -239,8 +239,9 @@ class InvariantChecker:
 
 
 class InnocentTenantChecker:
-    """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, and that
-    finished ones remain readable: a run is much shorter than `history_days`, and they are few and small.
+    """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, that an
+    outage ends only restartable ones, that these are queued again, and that finished ones remain readable: a
+    run is much shorter than `history_days`, and they are few and small.
 
     `faults`: those that may end jobs. The jobs must have neither a time limit that they can reach nor a lower
     priority than others, and nobody may cancel them.
@@ -262,7 +263,7 @@ class InnocentTenantChecker:
         self._fault_windows = faults
         self._excused_job_ids: set[str] = set()
         machines.termination_callbacks.append(self._check_terminated_process)
-        checker.job_end_callbacks.append(self._check_ended_job)
+        checker.job_end_callbacks += [self._check_ended_job, self._check_not_lost_if_restartable]
         checker.job_delete_callbacks.append(self._report_deleted_job)
 
     def excuse_jobs(self, job_ids: Collection[str]) -> None:
@@ -281,6 +282,10 @@ class InnocentTenantChecker:
                 f"{job.job_id} ended without a fault of its node: {job.state}, {job.reason}"
             )
 
+    def _check_not_lost_if_restartable(self, job: Job) -> None:
+        if job.spec.is_restartable and job.state is JobState.LOST:
+            self._machines.report_violation(f"{job.job_id} was not queued again: {job.reason}")
+
     def _report_deleted_job(self, job: Job) -> None:
         if job.tenant == self._tenant:
             self._machines.report_violation(f"{job.job_id} was deleted: {job.state}, {job.reason}")
@@ -288,25 +293,28 @@ class InnocentTenantChecker:
     def _check_terminated_process(self, process: SimProcess) -> None:
         job_id = process.job_id_and_epoch[0]
         job = self._checker.current_jobs.get(job_id)
-        if job is None or job.tenant != self._tenant or job_id in self._excused_job_ids:
+        if job is None or job.tenant != self._tenant or job.stop is StopReason.PREEMPT:
             return
-        if process.job_id_and_epoch in self._machines.rolled_back_launches:
+        if job_id in self._excused_job_ids or process.job_id_and_epoch in self._machines.rolled_back_launches:
             return
-        if self._is_end_excused_by_fault(job, process.termination_reason):
+        if self._is_end_excused_by_fault(job, process):
             self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )
 
-    def _is_end_excused_by_fault(self, job: Job, termination_reason: str = "") -> bool:
-        """Whether a machine of any of its workers has or had a fault: the workers of a gang end together."""
+    def _is_end_excused_by_fault(self, job: Job, process: SimProcess | None = None) -> bool:
+        """Whether a machine of any of its workers has or had a fault that may end this kind of job: the
+        workers of a gang end together. `process`: one of an earlier run may be on another machine."""
         now_s = self._world.now_s
         hosts = {placement.node_id.replace("-", ".") for placement in job.placements}
+        hosts |= {process.node_id} if process else set()
         return any(
             hosts & fault.hosts and fault.start_s <= now_s <= fault.end_s + _EXCUSED_AFTER_FAULT_S
             for fault in self._fault_windows
-            if fault.termination_reason in ("", termination_reason)
+            if (job.spec.is_restartable or not fault.ends_only_restartable_jobs)
+            and fault.termination_reason in ("", process.termination_reason if process else "")
         )
 
 

@@ -2,8 +2,8 @@
 restarts of everything at once. Restores of the store are in restores.py.
 
 An etcd member runs on each controller's machine: without a majority of them the store does not respond, and
-with the machine of its leader it first needs an election. Jobs may end on machines that have a fault, and on
-all machines when their dead-man timer expires because no server answers: see `control_plane_fault`.
+with the machine of its leader it first needs an election. Jobs may end on machines that have a fault, and
+restartable ones when their dead-man timer expires because no server answers: see `control_plane_fault`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ async def simulate_store_election(cluster: SimCluster) -> None:
 
 
 @contextmanager
-def fault_of_nodes(
-    cluster: SimCluster, kind: str, hosts: Collection[str], *, termination_reason: str = ""
-) -> Iterator[None]:
-    """Record a fault that may end the jobs of these nodes, until it is over."""
-    window = FaultWindow(kind, frozenset(hosts), cluster.world.now_s, float("inf"), termination_reason)
+def record_fault_window(cluster: SimCluster, window: FaultWindow) -> Iterator[None]:
+    """Record a fault, and its end when it is over."""
     cluster.faults.append(window)
     try:
         yield
@@ -68,16 +65,31 @@ def fault_of_nodes(
 
 
 @contextmanager
+def fault_of_nodes(
+    cluster: SimCluster, kind: str, hosts: Collection[str], *, is_network_fault: bool = False
+) -> Iterator[None]:
+    """Record a fault that may end the jobs of these nodes, until it is over."""
+    window = FaultWindow(kind, frozenset(hosts), cluster.world.now_s, float("inf"), is_network_fault)
+    with record_fault_window(cluster, window):
+        yield
+
+
+@contextmanager
 def control_plane_fault(cluster: SimCluster, kind: str, *, is_silent: bool) -> Iterator[None]:
     """Record a fault of controllers or of the store, until it is over. `is_silent`: for longer than a
     failover takes there may be neither a leader nor replies from all controllers, which an agent cannot
-    distinguish from its own isolation. Two faults at the same time may have that effect, too."""
+    distinguish from its own isolation. Two faults at the same time may have that effect, too. Then the
+    dead-man timers of restartable jobs may expire; all other jobs continue."""
     may_end_jobs = is_silent or cluster.control_plane_fault_count > 0
-    hosts = cluster.node_hosts if may_end_jobs else []
-    with (
-        count_control_plane_fault(cluster),
-        fault_of_nodes(cluster, kind, hosts, termination_reason=CONTACT_LOST_REASON),
-    ):
+    window = FaultWindow(
+        kind,
+        frozenset(cluster.node_hosts if may_end_jobs else ()),
+        cluster.world.now_s,
+        float("inf"),
+        ends_only_restartable_jobs=True,
+        termination_reason=CONTACT_LOST_REASON,
+    )
+    with count_control_plane_fault(cluster), record_fault_window(cluster, window):
         yield
 
 
@@ -152,7 +164,8 @@ async def _cut_any_link(cluster: SimCluster, kind: str, duration_s: float) -> No
     other = random.choice([host for host in others if host != controller])
     ends = (controller, other) if random.random() < 0.5 else (other, controller)
     is_one_way = random.random() < _ONE_WAY_PROBABILITY
-    with fault_of_nodes(cluster, kind, [other] if other in cluster.node_hosts else []):
+    nodes = [other] if other in cluster.node_hosts else []
+    with fault_of_nodes(cluster, kind, nodes, is_network_fault=True):
         if other == STORE_HOST:
             with control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)):
                 duration_s *= _LONG_OUTAGE_DURATION_FACTOR
@@ -242,7 +255,7 @@ async def _crash_repeatedly(cluster: SimCluster, host: str) -> None:
         await cluster.crash_and_restart(host)
 
 
-OUTAGE_FAULTS: dict[str, Callable[[SimCluster, str, float], Awaitable[None]]] = {
+CLUSTER_FAULTS: dict[str, Callable[[SimCluster, str, float], Awaitable[None]]] = {
     "power_machines": _power_off_machines,
     "power_servers": _power_off_servers,
     "cut_any_link": _cut_any_link,

@@ -42,7 +42,7 @@ class SimProcess:
     directory: Path
     ends_at_s: float
     deadman_expiry_s: float
-    """Expiry of the dead-man timer, by the clock of the node."""
+    """Expiry of the dead-man timer, by the clock of the node; infinite without one."""
     grace_s: float
     deadman_grace_s: float
     termination_reason: str = ""
@@ -55,6 +55,10 @@ class SimProcess:
     unkillable_s: float = 0.0
     survives_sigkill_until_s: float | None = None
     """Set when the command has ended but a process of the job cannot be killed."""
+
+    @property
+    def has_deadman_timer(self) -> bool:
+        return self.deadman_expiry_s < float("inf")
 
     @property
     def job_id_and_epoch(self) -> tuple[str, int]:
@@ -230,7 +234,7 @@ class SimLauncher:
             epoch=plan.epoch,
             directory=plan.directory,
             ends_at_s=self._world.now_s + seconds,
-            deadman_expiry_s=deadman_expiry_s,
+            deadman_expiry_s=deadman_expiry_s if plan.has_deadman_timer else float("inf"),
             grace_s=plan.grace_s,
             deadman_grace_s=plan.deadman_grace_s,
             gpu_milli=int(plan.env.get(GPU_MILLI_ENV_VARIABLE, FULL_MILLI)),
@@ -244,7 +248,8 @@ class SimLauncher:
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
         if not self.is_agent_dead:
             for process in self._process_by_job.values():
-                process.deadman_expiry_s = deadman_expiry_s
+                if process.has_deadman_timer:
+                    process.deadman_expiry_s = deadman_expiry_s
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         process = self._process_by_job.get(job_id)

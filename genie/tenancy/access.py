@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from genie.errors import PermissionError_, TokenRefusedError
+from genie.errors import NodeRemovedError, PermissionError_, TokenRefusedError
 from genie.model.messages import NODE_REQUESTS, OWNER_REQUESTS, SERVER_REQUESTS, USER_REQUESTS, Message
 from genie.model.tenant import Identity, TokenKind, TokenRecord
 
@@ -120,7 +120,7 @@ def check_unused(token_id: str, record: TokenRecord | None, kind: TokenKind, *, 
             else "run 'genie token list' on the cluster, or create one with 'genie token create'",
         )
     if record.revoked_at is not None and kind is TokenKind.NODE:
-        raise TokenRefusedError(
+        raise NodeRemovedError(
             f"node {record.name} was removed from the cluster (genie forget), or its token {token_id} was "
             "revoked",
             hint=_JOIN_AGAIN_HINT,

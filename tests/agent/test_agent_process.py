@@ -45,6 +45,22 @@ async def test_job_of_a_suspended_agent_ends_and_is_reported_later(
         assert "lost contact" in (await controller.end_of("j1")).reason
 
 
+async def test_job_without_a_dead_man_timer_survives_a_suspended_agent(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    controller.ttl_s = 4.0
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY, has_deadman_timer=False)
+        await controller.launch("j2", *STAY)
+        job, restartable = [await wait_for_job_process(node_dir, each) for each in ("j1", "j2")]
+        agent.send_signal(signal.SIGSTOP)
+        await until(lambda: not restartable.is_alive, what="the restartable job ends")
+        agent.send_signal(signal.SIGCONT)
+        assert "lost contact" in (await controller.end_of("j2")).reason
+        await until(lambda: [one.job_id for one in controller.heartbeats[-1].running] == ["j1"])
+        assert job.is_alive
+
+
 async def test_exit_record_survives_a_killed_agent(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:

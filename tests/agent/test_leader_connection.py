@@ -17,6 +17,7 @@ from genie.agent.identity import read_identity, write_controller_addresses, writ
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import (
     ConnectionLostError,
+    NodeRemovedError,
     NotLeaderError,
     OutdatedLeaderError,
     ProtocolError,
@@ -192,6 +193,20 @@ async def test_rejection_is_retried_after_the_first_registration(controller: Fak
         watched.attend = refused
         await until(lambda: len(watched.attended) >= 3, what="further attempts")
     assert watched.no_leader == []
+
+
+async def test_removal_of_the_node_is_final_unless_another_controller_leads(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    controller.refusals[Hello] = NodeRemovedError("node n1 was removed from the cluster")
+    async with connect_to_controllers(controller, second_controller) as watched:
+        watched.link.apply_registration_reply(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
+        await until(lambda: watched.attended, what="the other controller is served")
+    with pytest.raises(ExceptionGroup) as caught:
+        async with connect_to_controllers(controller) as watched:
+            watched.link.apply_registration_reply(watched.link.endpoints, timeout_s=0.3, backoff_s_max=0.1)
+            await until(lambda: False)
+    assert caught.group_contains(NodeRemovedError)
 
 
 @pytest.mark.parametrize("hours", [2, -48])

@@ -321,6 +321,29 @@ async def test_older_refresh_does_not_shorten_the_dead_man_timer(
     assert (await wait_for_exit(launcher)).exit_code == 9
 
 
+async def test_job_without_dead_man_timer_runs_until_it_ends(
+    launcher: ShimLauncher, make_plan: MakePlan
+) -> None:
+    plan = make_plan(
+        "/bin/sh",
+        "-c",
+        "echo $$ > pid; while [ ! -e go ]; do sleep 0.02; done; sleep 0.3; exit 9",
+        has_deadman_timer=False,
+    )
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() - LONG_S)
+    await wait_for_process_in_file(plan.work_dir / "pid")
+    launcher.extend_deadman_timers(time.monotonic() - 1)
+    (plan.work_dir / "go").touch()
+    assert (await wait_for_exit(launcher)).exit_code == 9
+
+
+async def test_job_without_dead_man_timer_can_be_killed(launcher: ShimLauncher, make_plan: MakePlan) -> None:
+    plan = make_plan("sleep", "300", has_deadman_timer=False)
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    launcher.kill_job("job-1", reason="cancelled")
+    assert (await wait_for_exit(launcher)).reason == "cancelled"
+
+
 async def test_job_does_not_start_after_the_dead_man_timer_expired(
     launcher: ShimLauncher, make_plan: MakePlan
 ) -> None:

@@ -58,10 +58,9 @@ async def test_job_that_fills_its_row_ends_and_so_do_the_other_jobs_of_its_node(
             assert (status.quarantined, status.alarms) == ((), ())
 
 
-@pytest.mark.parametrize("how", ["cancel", "reclaim"])
+@pytest.mark.parametrize("how", ["cancel", "restart of the node"])
 async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, how: str) -> None:
-    clock = FakeClock()
-    async with running_controller(tmp_path, clock=clock) as one:
+    async with running_controller(tmp_path) as one:
         access = await one.join("n1")
         agent = FakeAgent(make_node_info("n1"))
         async with one.client() as owner, agent.connected(one.network, access):
@@ -79,12 +78,8 @@ async def test_job_that_fills_its_row_can_be_cancelled_and_lost(tmp_path: Path, 
                 agent.end(launch, None, reason="killed")
                 await agent.beat()
             else:
-
-                async def is_lost() -> bool:
-                    await clock.advance(1.0)
-                    return (await owner.job(job.job_id)).state is JobState.LOST
-
-                await until(is_lost)
+                async with agent.restarted().connected(one.network, access) as restarted:
+                    await restarted.register()
             state = JobState.CANCELLED if how == "cancel" else JobState.LOST
             assert (await owner.job(job.job_id)).state is state
             assert await owner.held("n1") == []

@@ -424,6 +424,7 @@ class FakeController:
             placement=placement,
             leader_token=leader_token,
             ticket_sha256=str(given.pop("ticket_sha256", "")),
+            has_deadman_timer=bool(given.pop("has_deadman_timer", True)),
         )
 
     async def launch(self, job_id: str, *command: str, **given: object) -> Launch:

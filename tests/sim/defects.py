@@ -14,15 +14,19 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from genie.agent.jobs import NodeJobs
+from genie.agent.heartbeats import NodeLease
+from genie.agent.jobs import LocalJob, NodeJobs
+from genie.agent.launcher import LaunchPlan
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
+from genie.controller.jobs import lifecycle
 from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
 from genie.controller.jobs.lifecycle import JobLifecycle
@@ -32,8 +36,9 @@ from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
-from genie.errors import StoreFullError
+from genie.errors import StoreFullError, TokenRefusedError
 from genie.hardware.host import DiskSpace
+from genie.model.allocation import NodeHolds
 from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
@@ -42,6 +47,7 @@ from genie.runtime import wire
 from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
 from genie.sim.processes import SimLauncher, make_exit_report
+from genie.tenancy import access
 from tests.sim.defect import Defect
 from tests.sim.failover_defects import FAILOVER_DEFECTS
 from tests.sim.run import temporary_directory
@@ -205,6 +211,44 @@ def _plant_standby_that_waits_for_its_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("genie.controller.tokens.TOKEN_READ_TIMEOUT_S", 5.0)
 
 
+# -- outages of nodes -------------------------------------------------------------------------------
+
+
+def _plant_early_reclaim(patch: pytest.MonkeyPatch) -> None:
+    """The accelerators of a job without a dead-man timer are reclaimed while it may still run."""
+    patch.setattr(NodeHolds, "reclaimable_holds", property(lambda self: self.holds))
+
+
+def _plant_missing_dead_man_timer(patch: pytest.MonkeyPatch) -> None:
+    """Restartable jobs keep running on an isolated node, as the others do."""
+    real = SimLauncher.start_job
+
+    async def start_job(self: SimLauncher, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
+        await real(self, replace(plan, has_deadman_timer=False), deadman_expiry_s=deadman_expiry_s)
+
+    patch.setattr(SimLauncher, "start_job", start_job)
+    patch.setattr(LocalJob, "ends_with_lease", property(lambda self: False))
+
+
+def _plant_dead_man_timer_for_all_jobs(patch: pytest.MonkeyPatch) -> None:
+    """An outage ends jobs that cannot be restarted."""
+    patch.setattr(LocalJob, "ends_with_lease", property(lambda self: True))
+
+
+def _plant_jobs_ended_without_a_leader(patch: pytest.MonkeyPatch) -> None:
+    """Restartable jobs end although every controller has replied that it does not lead."""
+    patch.setattr(NodeLease, "extend_without_leader", lambda self, *, requested_at_s: None)
+
+
+def _plant_lost_jobs_that_are_not_queued_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lifecycle, "can_be_requeued_after_end", lambda job, placements: False)
+
+
+def _plant_removed_node_that_keeps_its_jobs(patch: pytest.MonkeyPatch) -> None:
+    """A node that was removed tries to connect forever, and its jobs keep running."""
+    patch.setattr(access, "NodeRemovedError", TokenRefusedError)
+
+
 def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
     def exceeding(self: Agents) -> list[Job]:
         now = self._clock.wall_s()
@@ -310,6 +354,26 @@ DEFECTS = {
     ),
     "standby that waits for its store": Defect(
         _plant_standby_that_waits_for_its_store, "power", ("hang_store",), (2, 4), "without a fault"
+    ),
+    "early reclaim": Defect(_plant_early_reclaim, "outage", ("isolate_node",), (0, 1), "without a fault"),
+    "missing dead-man timer": Defect(
+        _plant_missing_dead_man_timer, "outage", ("isolate_node",), (0, 1), "of another epoch"
+    ),
+    "dead-man timer for all jobs": Defect(
+        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (0, 1), "without a fault"
+    ),
+    "jobs ended without a leader": Defect(
+        _plant_jobs_ended_without_a_leader, "power", ("hang_store",), (0, 1), "without a fault"
+    ),
+    "lost jobs that are not queued again": Defect(
+        _plant_lost_jobs_that_are_not_queued_again,
+        "outage",
+        ("isolate_node",),
+        (0, 1),
+        "was not queued again",
+    ),
+    "removed node that keeps its jobs": Defect(
+        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (0, 1), "of a removed node"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"

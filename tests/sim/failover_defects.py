@@ -148,32 +148,34 @@ def _plant_restore_in_the_same_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 FAILOVER_DEFECTS = {
-    "early reclaim": Defect(_plant_early_reclaim, "outage", ("power_servers",), (0,), "without a fault"),
+    "early reclaim of suspect nodes": Defect(
+        _plant_early_reclaim, "recovery", ("power_servers",), (0,), "without a fault"
+    ),
     "no grace in a new term": Defect(
-        _plant_no_grace_in_a_new_term, "outage", ("power_servers",), (0,), "without a fault"
+        _plant_no_grace_in_a_new_term, "recovery", ("power_servers",), (0,), "without a fault"
     ),
     "leading without a lease": Defect(
-        _plant_leading_without_a_lease, "outage", ("cut_any_link",), (0,), "has disappeared"
+        _plant_leading_without_a_lease, "recovery", ("cut_any_link",), (0,), "has disappeared"
     ),
     "standby that claims to lead": Defect(
         _plant_standby_that_claims_to_lead, "power", ("hang_store",), (0,), "without a fault"
     ),
     "writes that are not fenced": Defect(
-        _plant_writes_that_are_not_fenced, "outage", ("cut_any_link",), (0,), "ledger has"
+        _plant_writes_that_are_not_fenced, "recovery", ("cut_any_link",), (0,), "ledger has"
     ),
     "no reload after unknown outcomes": Defect(
         _plant_no_reload_after_unknown_outcomes, "store", ("lose_reply",), (0,), "have not ended"
     ),
     "exits reported only once": Defect(
-        _plant_exits_reported_only_once, "outage", ("restart_servers",), (0,), "without a fault"
+        _plant_exits_reported_only_once, "recovery", ("restart_servers",), (0,), "without a fault"
     ),
     "requests forgotten in a failover": Defect(
-        _plant_requests_forgotten_in_a_failover, "outage", ("power_servers",), (0,), "submissions"
+        _plant_requests_forgotten_in_a_failover, "recovery", ("power_servers",), (0,), "submissions"
     ),
     "agents that accept any leader": Defect(
-        _plant_agents_that_accept_any_leader, "outage", ("restore_beside_old_controller",), (0,), "without"
+        _plant_agents_that_accept_any_leader, "recovery", ("restore_beside_old_controller",), (0,), "without"
     ),
     "restore in the same generation": Defect(
-        _plant_restore_in_the_same_generation, "outage", ("restore_beside_old_controller",), (0,), "without"
+        _plant_restore_in_the_same_generation, "recovery", ("restore_beside_old_controller",), (0,), "without"
     ),
 }

@@ -50,6 +50,8 @@ _INNOCENT_WORKDIR = b"working directory of the innocent tenant"
 _SHORT_NODE_TTL_S = 10.0
 """Most kinds use a short time to live, which jobs survive less easily."""
 _JOB_READ_INTERVAL_S = 1.0
+_FAULTS_REMOVING_CAPACITY = ("change_gpus", "quota", "remove_node")
+"""Prefixes of the kinds of faults that leave too few accelerators for some jobs."""
 _REPLY_TIME_S_MAX = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
 _JOB_TIME_LIMIT_S = 3000.0
@@ -92,7 +94,14 @@ SCENARIO_KINDS = {
         job_duration_s_max=40.0,
     ),
     "outage": ScenarioKind(
-        tuple(fault_injector.OUTAGES),
+        fault_injector.OUTAGE_FAULTS,
+        controllers=2,
+        mean_fault_interval_s=5.0,
+        fault_injection_s=40.0,
+        job_duration_s_max=30.0,
+    ),
+    "recovery": ScenarioKind(
+        tuple(fault_injector.RECOVERY_FAULTS),
         controllers=3,
         mean_fault_interval_s=8.0,
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
@@ -108,6 +117,7 @@ SCENARIO_KINDS = {
                     *fault_injector.NETWORK_FAULTS,
                     *fault_injector.DISK_FAULTS,
                     *fault_injector.TIME_FAULTS,
+                    *fault_injector.OUTAGE_FAULTS,
                     *fault_injector.STORE_FAULTS,
                     *hostile.HOSTILE_ACTIONS,
                 )
@@ -254,11 +264,14 @@ async def _submit_innocent_jobs(
         for _ in range(JOB_COUNT):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
+            is_restartable = rng.random() < 0.5
             spec = JobSpec(
                 name=INNOCENT_TENANT,
                 command=("simulated",),
                 resources=Resources(gpus=1),
-                constraints=PlacementConstraints(workers=workers, time_limit_s=_JOB_TIME_LIMIT_S),
+                constraints=PlacementConstraints(
+                    workers=workers, time_limit_s=_JOB_TIME_LIMIT_S, preemptible=is_restartable
+                ),
             )
             try:
                 sent = cluster.submit_spec(
@@ -266,7 +279,7 @@ async def _submit_innocent_jobs(
                 )
                 job_id = await _await_reply_in_time(cluster, sent)
             except JobRefusedError as error:  # too few accelerators are left for it
-                if not any(fault.kind.startswith(("change_gpus", "quota")) for fault in cluster.faults):
+                if not any(fault.kind.startswith(_FAULTS_REMOVING_CAPACITY) for fault in cluster.faults):
                     cluster.machines.report_violation(f"a job was rejected: {error}")
                 continue
             job_ids.append(job_id)

@@ -230,10 +230,17 @@ def forget(
 ) -> None:
     """Remove a node from the cluster and revoke its credentials.
 
+    Its jobs are recorded as lost; restartable ones are queued again. If the machine is only isolated, other
+    jobs may still be running there; they end when it reaches the cluster again and is rejected.
+
     Fails while the node is connected. To rejoin, the machine needs a new join token.
     """
     _send_node_request(invocation, node_id, lambda client: client.forget_node(node_id))
     output.write_line(f"{node_id}: removed")
+    output.print_message(
+        f"jobs may still be running on {node_id} if it is only isolated; they end when it is rejected, "
+        "or with 'genie down' on it"
+    )
 
 
 @command(app, "drain", example='genie drain gpu-box-3 --reason "new fans on Friday"')

@@ -24,12 +24,22 @@ _UNFINISHED_STATES = tuple(state for state in JobState if not state.is_final)
 
 
 class JobCatalog:
-    """On every change of a job, `notifier` is notified with the job ID and `wake` is called."""
+    """On every change of a job, `notifier` is notified with the job ID and `wake` is called.
+    `describe_unresponsive_node` returns what follows for a job from a node that does not respond, empty if
+    all respond."""
 
-    def __init__(self, ledger: Ledger, *, notifier: ChangeNotifier, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        notifier: ChangeNotifier,
+        wake: Callable[[], None],
+        describe_unresponsive_node: Callable[[Job], str] = lambda job: "",
+    ) -> None:
         self._ledger = ledger
         self._notifier = notifier
         self._wake = wake
+        self._describe_unresponsive_node = describe_unresponsive_node
         self._index = JobIndex()
         self._loading_index = self._index
         """The index of the rows that are being loaded."""
@@ -90,12 +100,12 @@ class JobCatalog:
     def visible_to(self, job: Job, identity: Identity) -> Job:
         """Return the job with its pending reason; for users, reasons do not name jobs of other tenants."""
         if identity.kind is TokenKind.OWNER:
-            return _without_ticket(self._with_unkillable_reasons(self.with_pending_reason(job)))
+            return _without_ticket(self._with_latest_reason(job))
         return self.visible_to_tenant(job)
 
     def visible_to_tenant(self, job: Job) -> Job:
         """As `visible_to`, for a user of the job's own tenant."""
-        job = _without_ticket(self._with_unkillable_reasons(self.with_pending_reason(job)))
+        job = _without_ticket(self._with_latest_reason(job))
 
         def is_shown(job_id: str) -> bool:
             other = self.get(job_id)
@@ -107,6 +117,15 @@ class JobCatalog:
         )
         reason = mask_job_ids(job.reason, is_visible=is_shown)
         return msgspec.structs.replace(job, reason=reason, history=tuple(steps))
+
+    def _with_latest_reason(self, job: Job) -> Job:
+        job = self._with_unkillable_reasons(self.with_pending_reason(job))
+        why = self._describe_unresponsive_node(job)
+        if not why:
+            return job
+        return msgspec.structs.replace(
+            job, reason=truncate_reason(f"{job.reason}; {why}" if job.stop else why)
+        )
 
     def _with_unkillable_reasons(self, job: Job) -> Job:
         notes = self._unkillable_reasons_by_job.get(job.job_id)

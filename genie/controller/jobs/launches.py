@@ -209,4 +209,5 @@ def _make_hold(job: Job, rank: int) -> Hold:
         gpu_milli=resources.gpu_milli,
         cpus=resources.cpus,
         memory_bytes=resources.memory_bytes,
+        has_deadman_timer=job.spec.is_restartable,
     )

@@ -179,6 +179,8 @@ class JobLifecycle:
             self._transitions.stage_requeue(txn, job, f"was preempted: {stopping_reason(job)}")
         elif can_be_requeued_after_end(job, placements):
             why = full_reason if is_first_failure else stopping_reason(job)
+            if job.spec.is_restartable:
+                why = f"queued again: {why}"
             self._requeue_rejected(
                 txn, msgspec.structs.replace(job, exit_code=None), why, LaunchFailureCause.NODE
             )
@@ -229,9 +231,9 @@ class JobLifecycle:
             self._transitions.stage_requeue(txn, job, reason)
 
     async def record_lost_workers(self, workers: Iterable[LostWorker]) -> int:
-        """Record that nodes no longer run these workers: each is lost, or its job is queued again if it had
-        not started. If there is no such job, its hold on the node is released. A job that cannot be changed
-        is quarantined. Return the number of lost workers."""
+        """Record that nodes no longer run these workers: each is lost, or its job is queued again if it is
+        restartable or had not started. If there is no such job, its hold on the node is released. A job that
+        cannot be changed is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
             job_id, rank = parse_worker_name(worker.worker_name)

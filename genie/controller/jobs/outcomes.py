@@ -70,12 +70,13 @@ def final_state_of_worker(job: Job, report: ExitReport) -> tuple[JobState, str]:
 
 
 def can_be_requeued_after_end(job: Job, placements: Sequence[Placement]) -> bool:
-    """Whether a job whose workers have all ended can be queued again: nodes are the cause of its end, and no
-    command has run."""
+    """Whether a job whose workers have all ended can be queued again: nodes are the cause of its end, and it
+    is restartable or no command has run."""
     is_by_node = final_state_of_job(placements) is JobState.LOST
     is_stopped = job.stop not in (StopReason.NONE, StopReason.WORKER_ENDED)
     has_run = not all(placement.never_started for placement in placements)
-    return is_by_node and not is_stopped and not has_run and job.spec.kind is JobKind.COMMAND
+    can_run_again = job.spec.is_restartable or (not has_run and job.spec.kind is JobKind.COMMAND)
+    return is_by_node and not is_stopped and can_run_again
 
 
 def final_state_of_job(placements: Sequence[Placement]) -> JobState:

@@ -17,6 +17,7 @@ from genie.controller.jobs.space import JobSpace
 from genie.controller.jobs.submission import JobSubmission, SubmissionPlacer
 from genie.controller.jobs.transitions import JobTransitions
 from genie.controller.ledger import Ledger
+from genie.model.job import Job
 from genie.processes.clock import Clock
 
 
@@ -44,10 +45,13 @@ def build_job_services(
     wake: Callable[[], None],
     placer: JobPlacer,
     backoff: LaunchBackoff,
+    describe_unresponsive_node: Callable[[Job], str],
 ) -> JobServices:
     """`placer` places jobs at submission. On every change of a job, `notifier` is notified with the job ID
-    and `wake` is called."""
-    catalog = JobCatalog(ledger, notifier=notifier, wake=wake)
+    and `wake` is called. `describe_unresponsive_node` is that of JobCatalog."""
+    catalog = JobCatalog(
+        ledger, notifier=notifier, wake=wake, describe_unresponsive_node=describe_unresponsive_node
+    )
     space = JobSpace(ledger, config)
     transitions = JobTransitions(ledger, clock=clock)
     launches = JobLaunches(ledger, catalog, transitions, clock=clock, notifier=notifier, backoff=backoff)

@@ -43,7 +43,7 @@ from genie.errors import (
     UnreachableError,
     UsageError,
 )
-from genie.model.allocation import NodeHolds
+from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_name
 from genie.model.messages import (
     ConfirmLaunch,
@@ -345,13 +345,13 @@ class Agents:
         }
 
     async def reclaim_jobs(self) -> None:
-        """Reclaim the jobs of nodes without heartbeats, after their dead-man timers have certainly
-        expired."""
+        """Reclaim the jobs of nodes without heartbeats whose dead-man timers have certainly expired. Jobs
+        without one may still run; they keep their resources until the node returns or is removed."""
         this_controller = self._get_controllers()[0]
         lost: list[LostWorker] = []
         for node_id, held in list(self._ledger.holds.items()):
             record = self._ledger.nodes.get(node_id)
-            if not held.holds or record is None or not self._is_reclaimable(record):
+            if not held.reclaimable_holds or record is None or not self._is_reclaimable(record):
                 continue
             if this_controller not in record.controllers:
                 # Its agent does not know this controller, so it may keep its jobs until a leader is found.
@@ -365,18 +365,22 @@ class Agents:
                         node_id,
                     )
                 continue
-            lost += self._find_lost_workers(record, held)
+            silence_s = self._membership.time_since_heartbeat_s(node_id, self._clock.monotonic_s())
+            reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
+            lost += self._make_lost_workers(record, held.reclaimable_holds, reason)
         if count := await self._lifecycle.record_lost_workers(lost[:CHANGES_PER_TICK_MAX]):
             _log.warning("released the resources of %d lost workers: %s", count, lost[0].reason)
 
     async def remove_node(self, connection: Connection, request: RemoveNode) -> Done:
-        """Remove a disconnected node: its jobs are lost and its tokens are revoked."""
+        """Remove a disconnected node: its jobs are lost, or queued again if they are restartable, and its
+        tokens are revoked. If it is only isolated, it ends its jobs when it is rejected."""
         node_id = request.node_id
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
         if record is not None and not record.has_left:
             self._check_removable(record)
             if held is not None:
-                await self._lifecycle.record_lost_workers(self._find_lost_workers(record, held))
+                reason = f"node {node_id} was removed (genie forget)"
+                await self._lifecycle.record_lost_workers(self._make_lost_workers(record, held.holds, reason))
         if self._ledger.holds.is_unreadable(node_id):
             await self._record_unreadable_workers_lost(node_id)
         await self._forget_node(node_id)
@@ -386,7 +390,9 @@ class Agents:
 
     def _check_removable(self, record: NodeRecord) -> None:
         node_id, now_s = record.info.node_id, self._clock.monotonic_s()
-        if self._membership.get_connection(node_id) is not None:
+        # The connection of a node that is isolated or hangs may stay open for a long time.
+        is_silent = self._membership.is_disconnected(node_id, now_s)
+        if self._membership.get_connection(node_id) is not None and not is_silent:
             raise NodeError(
                 f"cannot remove node {node_id}: it is connected",
                 hint="stop its agent with 'genie down' on that machine, then try again",
@@ -440,13 +446,13 @@ class Agents:
         now_s = self._clock.monotonic_s()
         return self._membership.is_reclaimable(record.info.node_id, now_s, deadman_timeout_s=record.ttl_s)
 
-    def _find_lost_workers(self, record: NodeRecord, node_holds: NodeHolds) -> list[LostWorker]:
-        node_id = node_holds.node_id
-        silence_s = self._membership.time_since_heartbeat_s(node_id, self._clock.monotonic_s())
-        reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
+    def _make_lost_workers(self, record: NodeRecord, holds: Iterable[Hold], reason: str) -> list[LostWorker]:
+        """The workers with these holds, which are lost unless the node sends a heartbeat before that is
+        recorded."""
+        node_id = record.info.node_id
         return [
             LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(record))
-            for hold in node_holds.holds
+            for hold in holds
         ]
 
     async def _record_unreadable_workers_lost(self, node_id: str) -> None:
@@ -606,6 +612,8 @@ class Agents:
 
     async def _deliver_launches(self, node_id: str, workers: Sequence[tuple[Job, int]]) -> None:
         token = self._election.require_fencing_token()
+        node_holds = self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
+        withheld = {(hold.job_id, hold.epoch) for hold in node_holds.withheld_holds}
         orders = [
             Launch(
                 job_id=job.worker_name(rank),
@@ -616,6 +624,7 @@ class Agents:
                 ticket_sha256=job.ticket_sha256,
                 rank=rank,
                 hosts=self._worker_hosts(job),
+                has_deadman_timer=(job.worker_name(rank), job.epoch) not in withheld,
             )
             for job, rank in workers
         ]

@@ -109,9 +109,13 @@ class Membership:
             return False
         return self.time_since_heartbeat_s(node_id, now_s) < self._suspect_after_s
 
+    def is_disconnected(self, node_id: str, now_s: float) -> bool:
+        """Whether the node has not sent a heartbeat within its time to live."""
+        return self.time_since_heartbeat_s(node_id, now_s) >= self._disconnected_after_s
+
     def is_reclaimable(self, node_id: str, now_s: float, *, deadman_timeout_s: float = 0.0) -> bool:
-        """Whether the node's jobs have ended for certain. `deadman_timeout_s` is the dead-man timeout that
-        the node was given: an earlier controller may have given a longer one."""
+        """Whether the node's jobs with a dead-man timer have ended for certain. `deadman_timeout_s` is the
+        dead-man timeout that the node was given: an earlier controller may have given a longer one."""
         return self.reclaimable_in_s(node_id, now_s, deadman_timeout_s=deadman_timeout_s) <= 0
 
     def reclaimable_in_s(self, node_id: str, now_s: float, *, deadman_timeout_s: float) -> float:

@@ -17,6 +17,7 @@ import msgspec
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
+from genie.controller.nodes.unresponsive import describe_withheld_jobs
 from genie.model.node import NodeInfo, NodeStatus
 from genie.processes.clock import Clock
 
@@ -90,6 +91,9 @@ class NodeSnapshots:
             self._valid_until_s.pop(node_id, None)
             return
         info = self._membership.current_info(record.info, now_s)
+        if info.status is NodeStatus.DISCONNECTED and (held := self._ledger.holds.get(node_id)):
+            reasons = filter(None, (info.status_reason, describe_withheld_jobs(held)))
+            info = msgspec.structs.replace(info, status_reason="; ".join(reasons))
         fault = self._node_faults.blocked_reason(node_id)
         if fault and info.status is NodeStatus.HEALTHY:
             info = msgspec.structs.replace(info, status=NodeStatus.DEGRADED, status_reason=fault)

@@ -287,13 +287,13 @@ async def advance_until_all_jobs_are(one: RunningController, clock: FakeClock, s
     await until(reached, what=f"all jobs are {state}")
 
 
-async def test_jobs_of_a_lost_node_are_lost_in_few_commits(tmp_path: Path) -> None:
+async def test_restartable_jobs_of_a_lost_node_are_queued_again_in_few_commits(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as client:
         async with one.agent() as agent:
-            await confirm_all(agent, await submit_many(client, agent))
+            await confirm_all(agent, await submit_many(client, agent, preemptible=True))
         commits = CommitCounter(one.store)
-        await advance_until_all_jobs_are(one, clock, JobState.LOST)
+        await advance_until_all_jobs_are(one, clock, JobState.QUEUED)
         assert commits.count < JOBS / 20
         assert await client.held("n1") == []
 

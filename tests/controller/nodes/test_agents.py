@@ -18,6 +18,7 @@ from tests.controller.running_controller import (
     Client,
     RunningController,
     advance_until_launch,
+    job_spec,
     running_controller,
 )
 from tests.fakes.agent import FakeAgent, make_node_info
@@ -231,42 +232,45 @@ async def test_node_without_heartbeats_is_suspect_then_disconnected_until_the_ne
         assert (await advance_until_launch(clock, agent)).job_id == job.job_id
 
 
-async def _run_job_until_node_is_lost(
+async def _run_restartable_job_until_node_is_lost(
     one: RunningController, clock: FakeClock, owner: Client, agent: FakeAgent
 ) -> str:
-    job = await owner.submit(gpus=1)
+    job = await owner.submit_spec(job_spec(preemptible=True))
     await agent.start_next()
     await clock.advance(12.0)
     assert (await owner.job(job.job_id)).state is JobState.RUNNING, "not before the grace period expires"
 
-    async def lost() -> bool:
+    async def is_queued_again() -> bool:
         await clock.advance(0.5)
-        return (await owner.job(job.job_id)).state is JobState.LOST
+        return (await owner.job(job.job_id)).state is JobState.QUEUED
 
-    await until(lost)
+    await until(is_queued_again)
     return job.job_id
 
 
-async def test_jobs_of_a_disconnected_node_are_reclaimed_once_after_the_grace_period(tmp_path: Path) -> None:
+async def test_restartable_jobs_of_a_disconnected_node_are_queued_again_after_the_grace_period(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        lost_id = await _run_job_until_node_is_lost(one, clock, owner, agent)
-        assert "sent no heartbeat for 1" in (await owner.job(lost_id)).reason
+        job_id = await _run_restartable_job_until_node_is_lost(one, clock, owner, agent)
+        job = await owner.job(job_id)
+        assert job.history[-1].reason.startswith("queued again: node n1 sent no heartbeat for 1")
         assert await owner.held("n1") == []
         ack = await agent.beat()
-        assert [order.job_id for order in ack.jobs_to_kill] == [lost_id], "it must not run without a hold"
+        assert [order.job_id for order in ack.jobs_to_kill] == [job_id], "it must not run without a hold"
         agent.running.clear()
         await agent.beat()
-        job = await owner.submit(gpus=1)
         launch = await advance_until_launch(clock, agent)
-        assert launch.job_id == job.job_id
-        assert await owner.held("n1") == [job.job_id]
+        assert launch.job_id == job_id
+        assert launch.placement.epoch > job.earlier[-1].epoch
+        assert await owner.held("n1") == [job_id]
 
 
-async def test_cancelled_job_on_a_disconnected_node_ends_as_cancelled(tmp_path: Path) -> None:
+async def test_cancelled_restartable_job_on_a_disconnected_node_ends_as_cancelled(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        job = await owner.submit(gpus=1)
+        job = await owner.submit_spec(job_spec(preemptible=True))
         await agent.start_next()
         await owner.ask(CancelJob(job_id=job.job_id))
 
@@ -280,7 +284,7 @@ async def test_cancelled_job_on_a_disconnected_node_ends_as_cancelled(tmp_path: 
 
 async def _start_job_with_time_limit(owner: Client, *agents: FakeAgent, clock: FakeClock) -> list[Launch]:
     """One worker on each node, with a time limit of 5 s."""
-    constraints = PlacementConstraints(workers=len(agents), time_limit_s=5.0)
+    constraints = PlacementConstraints(workers=len(agents), time_limit_s=5.0, preemptible=True)
     spec = JobSpec(name="timed", command=("true",), resources=Resources(gpus=1), constraints=constraints)
     await owner.submit_spec(spec)
     await until(lambda: _advance_and_check_launched(clock, *agents), what="launches")
@@ -333,19 +337,17 @@ async def test_job_that_ended_within_its_limit_without_a_leader_succeeds(tmp_pat
             assert (await owner.job(launch.job_id)).state is JobState.SUCCEEDED
 
 
-async def test_job_over_its_limit_on_a_disconnected_node_is_lost(tmp_path: Path) -> None:
+async def test_job_over_its_limit_on_a_disconnected_node_is_queued_again(tmp_path: Path) -> None:
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
         [launch] = await _start_job_with_time_limit(owner, agent, clock=clock)
 
-        async def over() -> bool:
+        async def is_queued_again() -> bool:
             await clock.advance(1.0)
-            return (await owner.job(launch.job_id)).state.is_final
+            return (await owner.job(launch.job_id)).state is JobState.QUEUED
 
-        await until(over)
-        job = await owner.job(launch.job_id)
-        assert job.state is JobState.LOST
-        assert "sent no heartbeat" in job.reason
+        await until(is_queued_again)
+        assert "sent no heartbeat" in (await owner.job(launch.job_id)).history[-1].reason
 
 
 async def test_connected_workers_are_killed_when_the_time_limit_expires(tmp_path: Path) -> None:
@@ -413,7 +415,7 @@ async def test_jobs_of_a_node_that_does_not_know_this_controller_are_not_reclaim
     """Its agent polls only the controllers that it knows, and may see no leader among them."""
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock) as one, one.client() as owner, one.agent() as agent:
-        job = await owner.submit(gpus=1)
+        job = await owner.submit_spec(job_spec(preemptible=True))
         await agent.start_next()
         assert one.controller is not None
         ledger = one.controller._ledger

@@ -18,7 +18,13 @@ from genie.model.messages import DrainNode, GetStatus, Join, ListNodes, RemoveNo
 from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
-from tests.controller.running_controller import CALL_S, Client, advance_until_launch, running_controller
+from tests.controller.running_controller import (
+    CALL_S,
+    Client,
+    advance_until_launch,
+    job_spec,
+    running_controller,
+)
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -208,7 +214,7 @@ async def test_jobs_of_a_node_are_reclaimed_after_its_longer_dead_man_timeout(tm
     clock = FakeClock()
     async with running_controller(tmp_path, clock=clock, node_ttl_s=60.0) as one, one.client() as owner:
         async with one.agent("n1") as agent:
-            job = await owner.submit("work", gpus=1)
+            job = await owner.submit_spec(job_spec(preemptible=True))
             launch = await advance_until_launch(clock, agent)
             await agent.confirm(launch)
         one.config = replace(one.config, node_ttl_s=10.0)
@@ -218,11 +224,11 @@ async def test_jobs_of_a_node_are_reclaimed_after_its_longer_dead_man_timeout(tm
             assert (await again.job(job.job_id)).state is JobState.RUNNING
             await clock.advance(20.0)
 
-            async def lost() -> bool:
+            async def is_queued_again() -> bool:
                 await clock.advance(0.5)
-                return (await again.job(job.job_id)).state is JobState.LOST
+                return (await again.job(job.job_id)).state is JobState.QUEUED
 
-            await until(lost, what="the job is lost")
+            await until(is_queued_again, what="the job is queued again")
 
 
 async def test_node_that_reconnects_before_the_reclaim_keeps_its_job(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from genie.model.messages import (
     CancelJob,
     Launch,
     ReadLog,
+    RemoveNode,
     RunningJob,
 )
 from tests.controller.running_controller import (
@@ -192,7 +193,11 @@ async def test_failed_worker_ends_the_whole_job(tmp_path: Path) -> None:
         assert (await owner.held("a"), await owner.held("b")) == ([], [])
 
 
-async def test_job_is_lost_when_the_node_of_a_worker_is_lost(tmp_path: Path) -> None:
+@asynccontextmanager
+async def running_gang(
+    tmp_path: Path, *, preemptible: bool
+) -> AsyncIterator[tuple[Client, FakeClock, FakeAgent, Launch, AsyncExitStack]]:
+    """A job with workers on a and b; yields the agent and launch of a. Closing the stack disconnects b."""
     clock = FakeClock()
     async with (
         running_controller(tmp_path, clock=clock) as one,
@@ -201,7 +206,7 @@ async def test_job_is_lost_when_the_node_of_a_worker_is_lost(tmp_path: Path) -> 
         AsyncExitStack() as stack,
     ):
         b = await connect_agent(one, make_node_info("b"), stack)
-        job = await owner.submit_spec(job_spec(workers=2))
+        await owner.submit_spec(job_spec(workers=2, preemptible=preemptible))
 
         async def launched() -> bool:
             await clock.advance(0.1)
@@ -210,19 +215,46 @@ async def test_job_is_lost_when_the_node_of_a_worker_is_lost(tmp_path: Path) -> 
         await until(launched)
         first, second = await a.next_launch(), await b.next_launch()
         await confirm_together((a, first), (b, second))
-        await stack.aclose()
+        yield owner, clock, a, first, stack
 
-        async def lost() -> bool:
+
+async def test_restartable_job_is_queued_again_when_the_node_of_a_worker_is_lost(tmp_path: Path) -> None:
+    async with running_gang(tmp_path, preemptible=True) as (owner, clock, a, first, stack):
+        await stack.aclose()
+        job_id = parse_worker_name(first.job_id)[0]
+
+        async def is_stopping() -> bool:
             await clock.advance(1.0)
             await a.beat()
-            return (await owner.job(job.job_id)).stop is StopReason.WORKER_ENDED
+            return (await owner.job(job_id)).stop is StopReason.WORKER_ENDED
 
-        await until(lost)
+        await until(is_stopping)
+        a.end(first, -15)
+        await a.beat()
+        job = await owner.job(job_id)
+        assert job.state is JobState.QUEUED
+        assert job.history[-1].reason.startswith(
+            f"queued again: worker {1 - first.rank} on node b: node b sent"
+        )
+        assert (await owner.held("a"), await owner.held("b")) == ([], [])
+
+
+async def test_workers_go_on_while_the_node_of_another_one_does_not_respond(tmp_path: Path) -> None:
+    async with running_gang(tmp_path, preemptible=False) as (owner, clock, a, first, stack):
+        await stack.aclose()
+        for _ in range(40):
+            await clock.advance(1.0)
+            assert (await a.beat()).jobs_to_kill == ()
+        job = await owner.job(parse_worker_name(first.job_id)[0])
+        assert (job.state, job.stop) == (JobState.RUNNING, StopReason.NONE)
+        assert "node b has not responded for 4" in job.reason
+        assert len(await owner.held("a") + await owner.held("b")) == 2
+        await owner.ask(RemoveNode(node_id="b"))
         a.end(first, -15)
         await a.beat()
         over = await owner.job(job.job_id)
         assert over.state is JobState.LOST
-        assert "on node b: node b sent no heartbeat" in over.reason
+        assert over.reason == f"worker {1 - first.rank} on node b: node b was removed (genie forget)"
 
 
 async def test_launch_that_one_node_rejects_is_void_on_all_nodes(tmp_path: Path) -> None:
