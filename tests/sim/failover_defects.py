@@ -149,7 +149,7 @@ def _plant_restore_in_the_same_generation(patch: pytest.MonkeyPatch) -> None:
 
 FAILOVER_DEFECTS = {
     "early reclaim of suspect nodes": Defect(
-        _plant_early_reclaim, "recovery", ("power_servers",), (0,), "without a fault"
+        _plant_early_reclaim, "recovery", ("power_servers",), (0,), "another epoch"
     ),
     "no grace in a new term": Defect(
         _plant_no_grace_in_a_new_term, "recovery", ("power_servers",), (0,), "without a fault"
@@ -167,10 +167,10 @@ FAILOVER_DEFECTS = {
         _plant_no_reload_after_unknown_outcomes, "store", ("lose_reply",), (0,), "have not ended"
     ),
     "exits reported only once": Defect(
-        _plant_exits_reported_only_once, "recovery", ("restart_servers",), (0,), "without a fault"
+        _plant_exits_reported_only_once, "recovery", ("restart_repeatedly",), (0,), "without a fault"
     ),
     "requests forgotten in a failover": Defect(
-        _plant_requests_forgotten_in_a_failover, "recovery", ("power_servers",), (0,), "submissions"
+        _plant_requests_forgotten_in_a_failover, "recovery", ("restart_repeatedly",), (0,), "submissions"
     ),
     "agents that accept any leader": Defect(
         _plant_agents_that_accept_any_leader, "recovery", ("restore_beside_old_controller",), (0,), "without"

@@ -154,15 +154,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         )
         for host in cluster.controller_hosts:
             cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
-        checker = InvariantChecker(
-            cluster.world,
-            cluster.machines,
-            get_accepted_epoch=lambda node_id, worker_name: _accepted_epoch(cluster, node_id, worker_name),
-            hold_mismatch_s_max=hold_mismatch_s_max(kind.node_ttl_s),
-        )
-        innocent = InnocentTenantChecker(
-            cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
-        )
+        checker, innocent = make_invariant_checkers(cluster, node_ttl_s=kind.node_ttl_s)
         restores = RestoreChecker(cluster, checker, innocent)
         await cluster.start()
         await cluster.wait_for_nodes()
@@ -200,6 +192,21 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             task.cancel()
         await cluster.stop()
     return cluster.machines.violations
+
+
+def make_invariant_checkers(
+    cluster: SimCluster, *, node_ttl_s: float
+) -> tuple[InvariantChecker, InnocentTenantChecker]:
+    checker = InvariantChecker(
+        cluster.world,
+        cluster.machines,
+        get_accepted_epoch=lambda node_id, worker_name: _accepted_epoch(cluster, node_id, worker_name),
+        hold_mismatch_s_max=hold_mismatch_s_max(node_ttl_s),
+    )
+    innocent = InnocentTenantChecker(
+        cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
+    )
+    return checker, innocent
 
 
 async def _run_jobs(
