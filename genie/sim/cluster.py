@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from genie.agent.identity import read_identity
 from genie.agent.joining import join_cluster
 from genie.config import AgentConfig, ControllerConfig
 from genie.controller.controller import Controller
+from genie.controller.store import Delete, Put
 from genie.errors import GenieError, NodeRemovedError
 from genie.hardware.host import HostFacts
 from genie.model.failover import FailoverBounds, etcd_failover_bounds
@@ -43,7 +44,7 @@ from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, connect_authenticated
 from genie.sim.disk import SimDisk
 from genie.sim.processes import DURATION_ENV_VARIABLE, GPU_MILLI_ENV_VARIABLE, SimLauncher, SimMachines
-from genie.sim.store import VALUE_BYTES_TOTAL_MAX, MemoryStore
+from genie.sim.store import VALUE_BYTES_TOTAL_MAX, MemoryStore, StoreLink
 from genie.sim.world import SimClock, SimNetwork, World
 from genie.supervisor.child import restart_backoff_s
 from genie.tenancy.access import parse_token
@@ -54,6 +55,8 @@ CONTROLLER_PORT = 5555
 CONTROLLER_CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
 CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
+STORE_HOST = "store"
+"""End of the links between the controllers and the store."""
 _CLIENT_CALL_TIMEOUT_S = 5.0
 _JOIN_RETRY_INTERVAL_S = 0.5
 
@@ -84,13 +87,15 @@ class _RunningProgram:
 
 @dataclass(frozen=True)
 class FaultWindow:
-    """A fault and its time. `hosts`: those on which it may end jobs, or only restartable ones."""
+    """A fault and its time. `hosts`: those on which it may end jobs, or only restartable ones; for
+    `termination_reason` only, if that is set."""
 
     kind: str
     hosts: frozenset[str]
     start_s: float
     end_s: float
     ends_only_restartable_jobs: bool = False
+    termination_reason: str = ""
 
 
 @dataclass
@@ -110,6 +115,7 @@ class SimCluster:
     config: ControllerConfig = CONTROLLER_CONFIG
     world: World = field(init=False)
     machines: SimMachines = field(init=False)
+    _memory: MemoryStore = field(init=False)
 
     def __post_init__(self) -> None:
         self.world = World(self.seed)
@@ -123,11 +129,19 @@ class SimCluster:
         """Faults that may end jobs, so far."""
         self.control_plane_fault_count = 0
         """Current faults of the kind that must not overlap: of the power of a controller, or of the store."""
+        self.hosts_kept_down: set[str] = set()
+        """Hosts that `restart` does not start: they are lost for good, or the store is being restored."""
+        self.outdated_controller_hosts: set[str] = set()
+        """Hosts whose controller uses the store from before a restore."""
+        self.has_restored_store = False
+        self.restore_listeners: list[Callable[[Sequence[Put | Delete], float], None]] = []
+        """Called with the writes to a restored store, and the wall time at which its backup began."""
         self.hosts_being_removed: set[str] = set()
         """Nodes that the owner removes and that then join again."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""
+        self._owner_token = ""
         self._gpu_ids = {host: tuple(range(self.gpus_per_node)) for host in self.node_hosts}
 
     @property
@@ -160,32 +174,44 @@ class SimCluster:
         )
 
     def is_leader(self, host: str) -> bool:
-        """Return whether this controller considers itself the leader."""
+        """Return whether this controller considers itself the leader, and its store is not outdated."""
         actor = self._actors.get(host)
-        return actor is not None and actor.controller is not None and actor.controller.is_leading
+        return (
+            host not in self.outdated_controller_hosts
+            and actor is not None
+            and actor.controller is not None
+            and actor.controller.is_leading
+        )
 
     def controller_able_to_lead(self, host: str) -> Controller | None:
         """Return the controller on this host unless it is down or paused, or its store is unavailable."""
         actor = self._actors.get(host)
         is_able = self._stores[host].is_available and not self.world.is_paused(host)
+        is_able = is_able and host not in self.outdated_controller_hosts
         return actor.controller if actor is not None and is_able else None
 
     @property
     def leader(self) -> Controller | None:
         """Return a controller that considers itself the leader, or None."""
-        actors = (self._actors[host] for host in self.controller_hosts if host in self._actors)
-        several = (actor.controller for actor in actors)
-        return next((one for one in several if one is not None and one.is_leading), None)
+        leader = next(filter(self.is_leader, self.controller_hosts), None)
+        return None if leader is None else self._actors[leader].controller
 
     @property
     def store(self) -> MemoryStore:
         """The shared store, independent of simulated store outages."""
         return self._memory
 
+    async def open_empty_store(self) -> MemoryStore:
+        """Open another store. `replace_store` lets the controllers use it."""
+        return await MemoryStore.open(clock=SimClock(self.world, STORE_HOST), bytes_max=self.store_bytes_max)
+
+    def replace_store(self, store: MemoryStore) -> None:
+        """Let controllers that start from now on use this store, and move the commit listeners to it."""
+        self._memory.move_commit_listeners_to(store)
+        self._memory = store
+
     async def start(self) -> None:
-        self._memory = await MemoryStore.open(
-            clock=SimClock(self.world, "store"), bytes_max=self.store_bytes_max
-        )
+        self._memory = await self.open_empty_store()
         self._actors["machines"] = _RunningProgram(self.group.create_task(self.machines.end_due_processes()))
         for host in self.controller_hosts:
             self.start_controller(host)
@@ -209,8 +235,14 @@ class SimCluster:
 
     # --- actors -----------------------------------------------------------------------------
 
-    def start_controller(self, host: str) -> None:
-        self._stores[host] = self._memory.connect()
+    def start_controller(self, host: str, store: MemoryStore | None = None) -> None:
+        """`store`: another one than that of the cluster."""
+        world = self.world
+        link = StoreLink(
+            are_requests_cut=lambda: world.is_link_cut(host, STORE_HOST),
+            are_replies_cut=lambda: world.is_link_cut(STORE_HOST, host),
+        )
+        self._stores[host] = (store or self._memory).connect(link)
 
         async def run_actor() -> None:
             await self._wait_stopped(host)
@@ -281,6 +313,9 @@ class SimCluster:
             await asyncio.wait(stopping)
 
     def restart(self, host: str) -> None:
+        """Start an actor that is down, unless it is kept down."""
+        if host in self.hosts_kept_down:
+            return
         self.world.set_power(host, is_on=True)
         if host not in self._actors:
             (self.start_controller if host in self.controller_hosts else self.start_agent)(host)
@@ -353,6 +388,11 @@ class SimCluster:
             self._tokens[tenant] = created.token
         return self._tokens[tenant]
 
+    @property
+    def has_user_tokens(self) -> bool:
+        """Whether a user token has been created."""
+        return bool(self._tokens)
+
     async def fetch_jobs(self) -> dict[str, Job]:
         answer = await self.send_request(ListJobs(limit=1000))
         return {job.job_id: job for job in answer.jobs}
@@ -364,6 +404,8 @@ class SimCluster:
         """Send a request to the leader, with retries; as the owner unless `token` is given."""
         while True:
             for host in self.controller_hosts:
+                if host in self.outdated_controller_hosts:
+                    continue
                 access = self.make_access(host, token)
                 try:
                     async with connect_authenticated(
@@ -382,8 +424,10 @@ class SimCluster:
 
     def make_access(self, host: str, token: str = "") -> Access:
         """How to connect to a controller; as the owner unless `token` is given."""
-        paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
-        text = token or next(path for path in paths if path.exists()).read_text("utf-8")
+        if not self._owner_token:
+            paths = [self.directory / each / OWNER_TOKEN_FILE for each in self.controller_hosts]
+            self._owner_token = next(path for path in paths if path.exists()).read_text("utf-8")
+        text = token or self._owner_token
         return Access(host=host, port=CONTROLLER_PORT, token=parse_token(text), tls=None)
 
     async def _wait_for_leader(self) -> None:

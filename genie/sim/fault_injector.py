@@ -3,7 +3,7 @@ and full disks, clock steps.
 
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
-outage of the store for all controllers.
+outage of the store for all controllers. RECOVERY_FAULTS are those of outages.py and restores.py.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from genie.errors import GenieError
 from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota, UndrainNode
@@ -23,6 +22,13 @@ from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.node_removal import remove_isolated_node
+from genie.sim.outages import (
+    CLUSTER_FAULTS,
+    count_control_plane_fault,
+    hanging_store,
+    simulate_store_election,
+)
+from genie.sim.restores import restore_beside_old_controller, restore_store
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +66,11 @@ STORE_FAULTS = (
     *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),
 )
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
+RECOVERY_FAULTS = {
+    **CLUSTER_FAULTS,
+    "restore": restore_store,
+    "restore_beside_old_controller": restore_beside_old_controller,
+}
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     ("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart", "remove_node")
 )
@@ -150,6 +161,8 @@ async def _inject_and_end_fault(
     match kind:
         case _ if kind in hostile.HOSTILE_ACTIONS:
             await hostile.HOSTILE_ACTIONS[kind](cluster, node, duration_s)
+        case _ if kind in RECOVERY_FAULTS:
+            await RECOVERY_FAULTS[kind](cluster, kind, duration_s)
         case "cut_node" | "cut_one_way":
             ends = (node, controller) if world.random.random() < 0.5 else (controller, node)
             world.cut_link(*ends, both_directions=kind == "cut_node")
@@ -228,28 +241,10 @@ async def _hang_store(cluster: SimCluster, duration_s: float) -> None:
     """Longer than the dead-man time in most cases."""
     if not cluster.is_control_plane_healthy:
         return
-    with _count_control_plane_fault(cluster):
-        with _hanging_store(cluster):
+    with count_control_plane_fault(cluster):
+        with hanging_store(cluster.store):
             await asyncio.sleep(_STORE_HANG_DURATION_FACTOR * duration_s)
         await asyncio.sleep(cluster.failover_bounds.total_s)
-
-
-@contextmanager
-def _hanging_store(cluster: SimCluster) -> Iterator[None]:
-    cluster.store.set_hanging(True)
-    try:
-        yield
-    finally:
-        cluster.store.set_hanging(False)
-
-
-@contextmanager
-def _count_control_plane_fault(cluster: SimCluster) -> Iterator[None]:
-    cluster.control_plane_fault_count += 1
-    try:
-        yield
-    finally:
-        cluster.control_plane_fault_count -= 1
 
 
 async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_store: bool) -> None:
@@ -258,13 +253,13 @@ async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_stor
     leader = next((host for host in cluster.controller_hosts if cluster.is_leader(host)), None)
     if leader is None or not cluster.is_control_plane_healthy:
         return
-    with _count_control_plane_fault(cluster):
+    with count_control_plane_fault(cluster):
         cluster.crash(leader, power_off=True)
         bounds = cluster.failover_bounds
         takeover_s = bounds.campaign_s + cluster.config.leader_ttl_s
         if with_store:
             takeover_s = bounds.takeover_s
-            await _simulate_store_election(cluster)
+            await simulate_store_election(cluster)
             takeover_s -= bounds.store_election_s
         await asyncio.sleep(takeover_s)
         if cluster.leader is None:
@@ -272,15 +267,6 @@ async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_stor
         await asyncio.sleep(bounds.discovery_s + duration_s)
         cluster.restart(leader)
         await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)
-
-
-async def _simulate_store_election(cluster: SimCluster) -> None:
-    """The store does not respond until it has a leader, which extends all leases."""
-    election_timeout_s = cluster.config.etcd_election_timeout_s
-    election_s = cluster.world.random.uniform(1.0, 2.0) * election_timeout_s
-    cluster.store.extend_leases(by_s=election_s + election_timeout_s)
-    with _hanging_store(cluster):
-        await asyncio.sleep(election_s)
 
 
 async def _isolate_node(cluster: SimCluster, node: str, duration_s: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -91,6 +91,23 @@ class InvariantChecker:
                 touched |= self._on_holds_changed(row_id, msgspec.json.decode(value, type=NodeHolds))
         for job_id in touched:
             self._check_holds_match_placements(job_id)
+
+    def replace_rows(self, operations: Sequence[Put | Delete]) -> set[str]:
+        """Continue with the rows of a restored store. Return the jobs that it lacks or has in another state
+        than the previous store."""
+        before, self.current_jobs = self.current_jobs, {}
+        self._holds_by_node, self._holds_by_job = {}, {}
+        for operation in operations:
+            prefix, _, row_id = operation.key.partition("/")
+            if isinstance(operation, Put) and prefix + "/" == _JOB_KEY_PREFIX:
+                self.current_jobs[row_id] = msgspec.json.decode(operation.value, type=Job)
+            elif isinstance(operation, Put) and prefix + "/" == _HOLDS_KEY_PREFIX:
+                self._on_holds_changed(row_id, msgspec.json.decode(operation.value, type=NodeHolds))
+        self.ended_jobs = {job_id: job for job_id, job in self.current_jobs.items() if job.state.is_final}
+        for job_id in self.current_jobs.keys() | self._holds_by_job.keys():
+            self._check_holds_match_placements(job_id)
+        every_job_id = before.keys() | self.current_jobs.keys()
+        return {job_id for job_id in every_job_id if before.get(job_id) != self.current_jobs.get(job_id)}
 
     async def check_periodically(self) -> None:
         while True:
@@ -249,6 +266,10 @@ class InnocentTenantChecker:
         checker.job_end_callbacks += [self._check_ended_job, self._check_not_lost_if_restartable]
         checker.job_delete_callbacks.append(self._report_deleted_job)
 
+    def excuse_jobs(self, job_ids: Collection[str]) -> None:
+        """Let these jobs end in any way."""
+        self._excused_job_ids |= set(job_ids)
+
     def _check_ended_job(self, job: Job) -> None:
         if (
             job.tenant != self._tenant
@@ -274,22 +295,26 @@ class InnocentTenantChecker:
         job = self._checker.current_jobs.get(job_id)
         if job is None or job.tenant != self._tenant or job.stop is StopReason.PREEMPT:
             return
-        if self._is_end_excused_by_fault(job, process.node_id):
+        if job_id in self._excused_job_ids or process.job_id_and_epoch in self._machines.rolled_back_launches:
+            return
+        if self._is_end_excused_by_fault(job, process):
             self._excused_job_ids.add(job_id)
         else:
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )
 
-    def _is_end_excused_by_fault(self, job: Job, process_host: str = "") -> bool:
+    def _is_end_excused_by_fault(self, job: Job, process: SimProcess | None = None) -> bool:
         """Whether a machine of any of its workers has or had a fault that may end this kind of job: the
-        workers of a gang end together. `process_host`: that of an earlier run may be another one."""
+        workers of a gang end together. `process`: one of an earlier run may be on another machine."""
         now_s = self._world.now_s
-        hosts = {placement.node_id.replace("-", ".") for placement in job.placements} | {process_host}
+        hosts = {placement.node_id.replace("-", ".") for placement in job.placements}
+        hosts |= {process.node_id} if process else set()
         return any(
             hosts & fault.hosts and fault.start_s <= now_s <= fault.end_s + _EXCUSED_AFTER_FAULT_S
             for fault in self._fault_windows
-            if job.spec.is_restartable or not fault.ends_only_restartable_jobs
+            if (job.spec.is_restartable or not fault.ends_only_restartable_jobs)
+            and fault.termination_reason in ("", process.termination_reason if process else "")
         )
 
 

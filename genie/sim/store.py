@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from genie.controller.store import (
     Compare,
@@ -34,11 +35,29 @@ from genie.controller.store.limits import (
     key_range,
 )
 from genie.controller.store.protocol import RANGE_BYTES_MAX, TXN_OPS_MAX
-from genie.errors import CompactedError, LeaseLostError, StoreFullError, StoreUnavailableError, UsageError
+from genie.errors import (
+    CompactedError,
+    LeaseLostError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    UsageError,
+)
 from genie.processes.clock import Clock
 
 VALUE_BYTES_TOTAL_MAX = 1 << 40
 _SNAPSHOT_PAGE_KEYS = 100
+_CUT_LINK_POLL_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True)
+class StoreLink:
+    """The network between a client and the store. While requests are cut, calls wait and fail after their
+    timeout; a commit that has failed so arrives when the link heals, as TCP would deliver it. While replies
+    are cut, calls take effect and then fail."""
+
+    are_requests_cut: Callable[[], bool] = lambda: False
+    are_replies_cut: Callable[[], bool] = lambda: False
 
 
 class MemoryStore:
@@ -46,8 +65,9 @@ class MemoryStore:
 
     txn_ops_max = TXN_OPS_MAX
 
-    def __init__(self, memory: _SharedMemory) -> None:
+    def __init__(self, memory: _SharedMemory, link: StoreLink) -> None:
         self._memory = memory
+        self._link = link
         self._is_available = True
         self._commit_replies_to_lose = 0
         self._call_delay_s = self._range_delay_s = 0.0
@@ -63,14 +83,15 @@ class MemoryStore:
         memory = _SharedMemory(
             clock=clock, background=background, history_revisions=history_revisions, bytes_max=bytes_max
         )
-        return cls(memory)
+        return cls(memory, StoreLink())
 
-    def connect(self) -> MemoryStore:
-        return MemoryStore(self._memory)
+    def connect(self, link: StoreLink | None = None) -> MemoryStore:
+        return MemoryStore(self._memory, link or StoreLink())
 
     @property
     def is_available(self) -> bool:
-        return self._is_available and not self._memory.is_hanging
+        is_link_cut = self._link.are_requests_cut() or self._link.are_replies_cut()
+        return self._is_available and not self._memory.is_hanging and not is_link_cut
 
     def set_available(self, available: bool) -> None:
         """While False, calls and watches of this client raise StoreUnavailableError. Leases still expire."""
@@ -89,6 +110,11 @@ class MemoryStore:
         """Register a callback for every transaction of any client, called when it takes effect."""
         self._memory.commit_listeners.append(listener)
 
+    def move_commit_listeners_to(self, other: MemoryStore) -> None:
+        """Call the listeners for transactions of the other memory from now on, and no longer for this one's.
+        They replace those of the other memory."""
+        other._memory.commit_listeners, self._memory.commit_listeners = self._memory.commit_listeners, []
+
     def set_response_delay(self, seconds: float, *, range_delay_s: float | None = None) -> None:
         """Let each call of this client take this time; `range` takes `range_delay_s`, if given."""
         self._call_delay_s = seconds
@@ -105,23 +131,25 @@ class MemoryStore:
         first, end = key_range(prefix, start_after=start_after)
         await self._simulate_latency(self._range_delay_s, timeout_s=timeout_s)
         result = self._memory.range(first, end, limit)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
         return result
 
     async def get(self, key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
         key_bytes = encode_key(key)
         await self._simulate_latency(timeout_s=timeout_s)
         found = self._memory.value_by_key.get(key_bytes)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
         return found
 
     async def commit(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float = 5.0
     ) -> TxnResult:
         check_transaction_and_get_size_bytes(compares, operations)
+        async with self._arriving_late(compares, operations):
+            await self._wait_link_healed(self._link.are_requests_cut, timeout_s)
         await self._simulate_latency(timeout_s=timeout_s)
         result = self._memory.commit(compares, operations)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
         if self._commit_replies_to_lose:
             self._commit_replies_to_lose -= 1
             raise StoreUnavailableError("the memory store lost the reply (injected fault)")
@@ -131,24 +159,24 @@ class MemoryStore:
         check_ttl(ttl_s)
         await self._simulate_latency(timeout_s=timeout_s)
         lease_id = self._memory.grant_lease(ttl_s)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
         return lease_id
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency(timeout_s=timeout_s)
         self._memory.lease_timers.renew_timer(lease_id)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
 
     async def revoke_lease(self, lease_id: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency(timeout_s=timeout_s)
         self._memory.lease_timers.stop_timer(lease_id)
         self._memory.delete_keys_of_lease(lease_id)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
 
     async def compact(self, revision: int, *, timeout_s: float = 5.0) -> None:
         await self._simulate_latency(timeout_s=timeout_s)
         self._memory.compact(revision)
-        await self._simulate_latency(0.0)
+        await self._simulate_reply(timeout_s)
 
     async def measure_space(self, *, timeout_s: float = 5.0) -> SpaceUsage:
         await self._simulate_latency(timeout_s=timeout_s)
@@ -185,9 +213,43 @@ class MemoryStore:
         """`timeout_s`: how long to wait for a store that hangs."""
         self.check_reachable()
         if timeout_s:
+            await self._wait_link_healed(self._link.are_requests_cut, timeout_s)
             await self._memory.wait_responding(timeout_s)
         await asyncio.sleep(self._call_delay_s if delay_s is None else delay_s)
         self.check_reachable()
+
+    async def _simulate_reply(self, timeout_s: float) -> None:
+        await self._wait_link_healed(self._link.are_replies_cut, timeout_s)
+        await self._simulate_latency(0.0)
+
+    async def _wait_link_healed(self, is_cut: Callable[[], bool], timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while is_cut():
+            if loop.time() >= end_s:
+                raise _no_response_error(timeout_s)
+            self.check_reachable()
+            await asyncio.sleep(_CUT_LINK_POLL_INTERVAL_S)
+
+    @asynccontextmanager
+    async def _arriving_late(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> AsyncIterator[None]:
+        """If the caller gives up while requests are cut, the commit arrives when the link heals."""
+        try:
+            yield
+        except (StoreUnavailableError, asyncio.CancelledError):
+            late = self._commit_when_link_heals(compares, operations)
+            self._memory.background.start_task(late, name="late commit")
+            raise
+
+    async def _commit_when_link_heals(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> None:
+        while self._link.are_requests_cut():
+            await asyncio.sleep(_CUT_LINK_POLL_INTERVAL_S)
+        with suppress(StoreError):
+            self._memory.commit(compares, operations)
 
     def _open_watch(self, key_range: tuple[bytes, bytes], after_revision: int) -> _MemoryWatch:
         return _MemoryWatch(self, self._memory, key_range, after_revision)
@@ -236,9 +298,7 @@ class _SharedMemory:
             async with asyncio.timeout(timeout_s):
                 await self._responding_event.wait()
         except TimeoutError:
-            raise StoreUnavailableError(
-                f"the memory store did not respond within {timeout_s:g} s (injected fault)"
-            ) from None
+            raise _no_response_error(timeout_s) from None
 
     def range(self, first: bytes, end: bytes, limit: int) -> RangeResult:
         items: list[KeyValue] = []
@@ -403,3 +463,7 @@ class _MemoryWatch:
             f"changes up to revision {self._memory.compacted_revision} are no longer kept",
             hint="range again and watch from the revision it gives",
         )
+
+
+def _no_response_error(timeout_s: float) -> StoreUnavailableError:
+    return StoreUnavailableError(f"the memory store did not respond within {timeout_s:g} s (injected fault)")

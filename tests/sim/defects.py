@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,24 +48,10 @@ from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
 from genie.sim.processes import SimLauncher, make_exit_report
 from genie.tenancy import access
+from tests.sim.defect import Defect
+from tests.sim.failover_defects import FAILOVER_DEFECTS
 from tests.sim.run import temporary_directory
 from tests.sim.scenario import run_seed
-
-PlantDefect = Callable[[pytest.MonkeyPatch], None]
-
-
-@dataclass(frozen=True)
-class Defect:
-    """A defect, and seeds that pass without it. With it, the violations of one of them contain
-    `violation_text`. There are several where few seeds detect it, so that not every change of the code
-    requires new ones."""
-
-    plant: PlantDefect
-    kind: str
-    faults: tuple[str, ...]
-    seeds: tuple[int, ...]
-    violation_text: str
-
 
 # -- rows and steps ---------------------------------------------------------------------------------
 
@@ -404,6 +390,7 @@ DEFECTS = {
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
     ),
+    **FAILOVER_DEFECTS,
 }
 
 

@@ -29,6 +29,7 @@ from genie.sim.invariants import (
     LeadershipChecker,
     RequestRateChecker,
 )
+from genie.sim.restores import RestoreChecker
 from genie.sim.world import CpuCost
 
 _Reply = TypeVar("_Reply")
@@ -101,6 +102,14 @@ SCENARIO_KINDS = {
         fault_injection_s=50.0,
         job_duration_s_max=40.0,
     ),
+    "recovery": ScenarioKind(
+        tuple(fault_injector.RECOVERY_FAULTS),
+        controllers=3,
+        mean_fault_interval_s=8.0,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        fault_injection_s=60.0,
+        job_duration_s_max=40.0,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -147,15 +156,8 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         )
         for host in cluster.controller_hosts:
             cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
-        checker = InvariantChecker(
-            cluster.world,
-            cluster.machines,
-            get_accepted_epoch=lambda node_id, worker_name: _accepted_epoch(cluster, node_id, worker_name),
-            hold_mismatch_s_max=hold_mismatch_s_max(kind.node_ttl_s),
-        )
-        InnocentTenantChecker(
-            cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
-        )
+        checker, innocent = make_invariant_checkers(cluster, node_ttl_s=kind.node_ttl_s)
+        restores = RestoreChecker(cluster, checker, innocent)
         await cluster.start()
         await cluster.wait_for_nodes()
         cluster.store.add_commit_listener(checker.on_store_commit)
@@ -177,7 +179,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             )
         ]
         with _record_exceptions_as_violations(cluster.machines.violations):
-            running = group.create_task(_run_jobs(cluster, checker, kind))
+            running = group.create_task(_run_jobs(cluster, checker, restores, kind))
             end_s = cluster.world.now_s + _SCENARIO_S_MAX
             while not running.done() and not cluster.machines.violations:
                 await asyncio.wait({running}, timeout=1.0)
@@ -194,9 +196,26 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
     return cluster.machines.violations
 
 
-async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
+def make_invariant_checkers(
+    cluster: SimCluster, *, node_ttl_s: float
+) -> tuple[InvariantChecker, InnocentTenantChecker]:
+    checker = InvariantChecker(
+        cluster.world,
+        cluster.machines,
+        get_accepted_epoch=lambda node_id, worker_name: _accepted_epoch(cluster, node_id, worker_name),
+        hold_mismatch_s_max=hold_mismatch_s_max(node_ttl_s),
+    )
+    innocent = InnocentTenantChecker(
+        cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
+    )
+    return checker, innocent
+
+
+async def _run_jobs(
+    cluster: SimCluster, checker: InvariantChecker, restores: RestoreChecker, kind: ScenarioKind
+) -> None:
     async with asyncio.TaskGroup() as group:
-        submitting = group.create_task(_submit_innocent_jobs(cluster, kind))
+        submitting = group.create_task(_submit_innocent_jobs(cluster, restores, kind))
         await fault_injector.inject_faults(
             cluster,
             duration_s=kind.fault_injection_s,
@@ -205,10 +224,10 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Scenar
             fault_duration_s_max=FAULT_DURATION_S_MAX,
         )
         await fault_injector.undo_owner_actions(cluster)
-        job_ids = await submitting
+        job_ids = set(await submitting) - restores.lost_job_ids
     await _wait_until_nothing_is_held(cluster, checker, job_ids)
     stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT_TENANT}
-    if stored != set(job_ids):
+    if stored != job_ids:
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
 
 
@@ -240,7 +259,9 @@ async def _check_store_space_periodically(cluster: SimCluster) -> None:
             cluster.machines.report_violation(f"the store is full: {used_bytes} bytes")
 
 
-async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list[str]:
+async def _submit_innocent_jobs(
+    cluster: SimCluster, restores: RestoreChecker, kind: ScenarioKind
+) -> list[str]:
     """Submit the jobs of the innocent tenant and read them until they have ended; return their IDs."""
     rng, job_ids = random.Random(cluster.seed), []
     digest = hashlib.sha256(_INNOCENT_WORKDIR).hexdigest()
@@ -271,7 +292,7 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
                     cluster.machines.report_violation(f"a job was rejected: {error}")
                 continue
             job_ids.append(job_id)
-            readers.create_task(_read_until_ended(cluster, job_id))
+            readers.create_task(_read_until_ended(cluster, restores, job_id))
     # A blob is on one controller only, so it is not available after a failover.
     if _has_only_hostile_actions(cluster):
         stored = await cluster.send_request(StatBlob(digest=digest), token=token)
@@ -280,36 +301,37 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
     return job_ids
 
 
-async def _read_until_ended(cluster: SimCluster, job_id: str) -> None:
-    """Check that what a client has read or written never disappears."""
+async def _read_until_ended(cluster: SimCluster, restores: RestoreChecker, job_id: str) -> None:
+    """Check that what a client has read or written never disappears, except by a restore."""
     token = await cluster.get_user_token(INNOCENT_TENANT)
-    transitions = 0
+    transitions = restore_count = 0
     while True:
         await asyncio.sleep(_JOB_READ_INTERVAL_S)
         try:
             sent = cluster.send_request(GetJob(job_id=job_id), token=token)
             job = (await _await_reply_in_time(cluster, sent)).job
         except JobNotFoundError as error:
-            cluster.machines.report_violation(f"a submitted job has disappeared: {error}")
+            if job_id not in restores.lost_job_ids:
+                cluster.machines.report_violation(f"a submitted job has disappeared: {error}")
             return
         except GenieError as error:
             cluster.machines.report_violation(f"a job could not be read: {error}")
             return
-        if len(job.history) < transitions:
+        if len(job.history) < transitions and restores.restore_count == restore_count:
             cluster.machines.report_violation(f"a client has read an older state than before: {job}")
         if job.state.is_final:
             return
-        transitions = len(job.history)
+        transitions, restore_count = len(job.history), restores.restore_count
 
 
 async def _wait_until_nothing_is_held(
-    cluster: SimCluster, checker: InvariantChecker, job_ids: list[str]
+    cluster: SimCluster, checker: InvariantChecker, job_ids: set[str]
 ) -> None:
     """Wait until all jobs have ended and nothing is held."""
     checker.have_faults_ended = True
     while True:
         unfinished = [job.job_id for job in checker.current_jobs.values() if not job.state.is_final]
-        missing = set(job_ids) - checker.ended_jobs.keys()
+        missing = job_ids - checker.ended_jobs.keys()
         held = [hold.job_id for view in await cluster.fetch_node_views() for hold in view.node_holds.holds]
         if not unfinished and not missing and not held and not cluster.machines.live_processes():
             return
