@@ -1,7 +1,7 @@
 """The invariants of a fault run. Pure: they compare records and return violations.
 
 The records are the revisions of etcd (store_history.py), the events that jobs have written (job_wrapper.py),
-the submissions that clients saw accepted (workload.py), and the faults with the nodes whose jobs they may end.
+the submissions that clients saw accepted (workload.py), and the faults with the nodes whose jobs may end.
 """
 
 from __future__ import annotations

@@ -45,11 +45,13 @@ class FaultTargets:
 @dataclass(frozen=True, kw_only=True)
 class Injection:
     """`at_s`: of time.monotonic, when the fault was complete. `silent` servers are those through which no
-    submission is measured; if all are, the time counts from the end of the fault. Jobs on `ended` machines
-    may end, restartable ones also on `isolated` machines. `lost`: the node that becomes lost."""
+    submission is measured; if all are, the time counts from the end of the fault. The etcd members of
+    `without_etcd` servers do not respond. Jobs on `ended` machines may end, restartable ones also on
+    `isolated` machines. `lost`: the node that becomes lost."""
 
     at_s: float = field(default_factory=time.monotonic)
     silent: Sequence[Machine] = ()
+    without_etcd: Sequence[Machine] = ()
     ended: Sequence[Machine] = ()
     isolated: Sequence[Machine] = ()
     lost: Machine | None = None
@@ -69,10 +71,13 @@ class Fault:
 
 async def find_etcd_leader(cluster: FaultCluster) -> Machine | None:
     """The server with the leader of etcd; None while there is no leader."""
-    leaders = {
-        status.info.name for status in await fetch_member_statuses(cluster.servers) if status.is_leader
-    }
+    statuses = await fetch_member_statuses(cluster.servers)
+    leaders = {status.info.name for status in statuses if status.is_leader}
     return next((server for server in cluster.servers if server.name in leaders), None)
+
+
+def _lose_server(server: Machine) -> Injection:
+    return Injection(silent=[server], without_etcd=[server], ended=[server])
 
 
 # --- killed and suspended processes -------------------------------------------------------------
@@ -87,7 +92,7 @@ async def kill_leading_controller(targets: FaultTargets) -> AsyncIterator[Inject
 @asynccontextmanager
 async def kill_etcd_leader(targets: FaultTargets) -> AsyncIterator[Injection]:
     targets.etcd_leader.send_signal("etcd", signal.SIGKILL)
-    yield Injection()
+    yield Injection(without_etcd=[targets.etcd_leader])
 
 
 @asynccontextmanager
@@ -100,7 +105,7 @@ async def kill_agent(targets: FaultTargets) -> AsyncIterator[Injection]:
 @asynccontextmanager
 async def kill_services_of_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
     targets.leader.kill_service_processes()
-    yield Injection(silent=[targets.leader], ended=[targets.leader])
+    yield _lose_server(targets.leader)
     targets.leader.restart()
 
 
@@ -117,7 +122,7 @@ async def suspend_leading_controller(targets: FaultTargets) -> AsyncIterator[Inj
 async def suspend_etcd_leader(targets: FaultTargets) -> AsyncIterator[Injection]:
     targets.etcd_leader.send_signal("etcd", signal.SIGSTOP)
     try:
-        yield Injection(silent=[targets.etcd_leader])
+        yield Injection(silent=[targets.etcd_leader], without_etcd=[targets.etcd_leader])
     finally:
         targets.etcd_leader.send_signal("etcd", signal.SIGCONT)
 
@@ -132,7 +137,7 @@ async def cut_leader_towards_etcd_peers(targets: FaultTargets) -> AsyncIterator[
     for server in targets.cluster.servers:
         if server is not targets.leader:
             network.drop_packets(source=targets.leader.name, target=server.name, etcd_peers_only=True)
-    yield Injection(silent=[targets.leader])
+    yield Injection(silent=[targets.leader], without_etcd=[targets.leader])
     network.heal()
 
 
@@ -149,7 +154,8 @@ async def cut_leader_towards_agents(targets: FaultTargets) -> AsyncIterator[Inje
 @asynccontextmanager
 async def isolate_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
     targets.cluster.network.unplug(targets.leader.name)
-    yield Injection(silent=[targets.leader], isolated=[targets.leader])
+    silent = [targets.leader]
+    yield Injection(silent=silent, without_etcd=silent, isolated=silent)
     targets.cluster.network.heal()
 
 
@@ -179,7 +185,7 @@ async def power_off_leading_server(targets: FaultTargets) -> AsyncIterator[Injec
     leader = targets.leader
     targets.cluster.network.unplug(leader.name)
     leader.kill_everything()
-    yield Injection(silent=[leader], ended=[leader], lost=leader)
+    yield Injection(silent=[leader], without_etcd=[leader], ended=[leader], lost=leader)
     targets.cluster.network.heal()
     leader.restart()
 
@@ -199,7 +205,7 @@ async def kill_two_of_three_servers(targets: FaultTargets) -> AsyncIterator[Inje
 async def fill_disk_of_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
     await asyncio.to_thread(targets.leader.fill_disk)
     try:
-        yield Injection(silent=[targets.leader], ended=[targets.leader])
+        yield _lose_server(targets.leader)
     finally:
         targets.leader.free_disk()
 
@@ -233,7 +239,8 @@ async def step_clock_of_node(targets: FaultTargets) -> AsyncIterator[Injection]:
 
 
 async def _restart_with_fake_clock(targets: FaultTargets, machine: Machine) -> None:
-    machine.kill_service_processes()
+    # Without jobs: an agent that has to wait for their end calls time.sleep, which fails under libfaketime.
+    machine.kill_everything()
     machine.restart(has_fake_clock=True)
     await machine.wait_started()
     await targets.wait_settled()
@@ -241,7 +248,7 @@ async def _restart_with_fake_clock(targets: FaultTargets, machine: Machine) -> N
 
 async def _wait_until_leading(cluster: FaultCluster, server: Machine) -> None:
     async with asyncio.timeout(_TAKEOVER_TIMEOUT_S):
-        while await cluster.find_leader() is not server:
+        while await cluster.find_leader() is not server:  # noqa: ASYNC110 (another machine)
             await asyncio.sleep(_POLL_S)
 
 

@@ -34,14 +34,14 @@ def record_event(directory: str, kind: str, **more: object) -> None:
         **more,
     }
     line = json.dumps(event).encode() + b"\n"
-    descriptor = os.open(os.path.join(directory, "events.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(f"{directory}/events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, line)  # one write: lines of several processes do not mix
     os.close(descriptor)
 
 
 def lock_or_record_conflict(directory: str, resource: str) -> None:
     """The lock is held until this process ends."""
-    descriptor = os.open(os.path.join(directory, f"{resource}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(f"{directory}/{resource}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -50,6 +50,18 @@ def lock_or_record_conflict(directory: str, resource: str) -> None:
         return
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, os.environ["GENIE_JOB_ID"].encode(), 0)
+
+
+def has_input(text: str) -> bool:
+    """Whether the working directory has the file `input` with this text."""
+    try:
+        descriptor = os.open("input", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.read(descriptor, len(text) + 1).decode() == text
+    finally:
+        os.close(descriptor)
 
 
 def main() -> int:
@@ -64,12 +76,10 @@ def main() -> int:
     lock_or_record_conflict(directory, f"job-{os.environ['GENIE_JOB_ID']}")
     for gpu in os.environ["GENIE_JOB_GPUS"].split(","):
         lock_or_record_conflict(directory, f"gpu-{os.environ['GENIE_JOB_NODE']}-{gpu}")
-    if os.environ.get("FAULTS_INPUT") and open("input").read() != os.environ["FAULTS_INPUT"]:
+    if os.environ.get("FAULTS_INPUT") and not has_input(os.environ["FAULTS_INPUT"]):
         exit_code = _WRONG_INPUT_EXIT_CODE
     deadline_s = time.monotonic() + seconds
-    while time.monotonic() < deadline_s or (
-        not seconds and not os.path.exists(os.path.join(directory, "stop"))
-    ):
+    while time.monotonic() < deadline_s or (not seconds and not os.access(f"{directory}/stop", os.F_OK)):
         time.sleep(_POLL_S)
     record_event(directory, "end", exit_code=exit_code)
     return exit_code

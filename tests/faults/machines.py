@@ -1,6 +1,6 @@
 """The machines of a fault run: three servers and some nodes, with the commands that a user runs on them.
 
-Each machine has an address, a state directory and a supervisor (`genie up` or `genie join` in the foreground).
+Each machine has an address, a state directory and a supervisor: `genie up` or `genie join` in the foreground.
 The state directory of a server is a small file system of its own, which a fault can fill.
 """
 

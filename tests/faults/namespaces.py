@@ -6,8 +6,8 @@
     address = network.add_machine("s1")
 
 The sandbox is a namespace of each kind: network, process, mount. When its first process ends, for whatever
-reason, the kernel kills all processes in it and removes its bridge, its machines and its file systems, so that
-nothing is left on the host. Addresses are in 10.231.0.0/24, which exists only inside the sandbox.
+reason, the kernel kills all processes in it and removes its bridge, its machines and its file systems, so
+that nothing is left on the host. Addresses are in 10.231.0.0/24, which exists only inside the sandbox.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class FaultResult:
     fault: str
     leader: str = ""
     had_etcd_leader: bool = False
-    """Whether the leader of etcd was on a machine that the fault has silenced."""
+    """Whether the fault has stopped the leader of etcd."""
     accepted_s: dict[str, float] = field(default_factory=dict)
     """Until the first submission through each other server was accepted."""
     node_lost_s: float | None = None
@@ -118,7 +118,7 @@ class FaultRound:
         return RoundResult(self._results, self._violations)
 
     async def _try_inject(self, fault: Fault) -> bool:
-        """Injects one fault. False if the cluster has not settled afterwards: further faults prove nothing."""
+        """Injects one fault. False if the cluster is not healthy afterwards: others would prove nothing."""
         result = FaultResult(fault.name)
         try:
             await self._inject(fault, result)
@@ -144,7 +144,7 @@ class FaultRound:
         all_are_silent = False
         try:
             async with fault.inject(targets) as injection:
-                result.had_etcd_leader = etcd_leader in injection.silent
+                result.had_etcd_leader = etcd_leader in injection.without_etcd
                 all_are_silent = len(injection.silent) == len(self._cluster.servers)
                 async with asyncio.timeout(max(ACCEPT_TIMEOUT_S, NODE_LOSS_TIMEOUT_S)):
                     await self._measure_during(fault, injection, result)
@@ -223,7 +223,7 @@ class FaultRound:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(
                     f"not healthy {SETTLE_TIMEOUT_S:g} s after the fault: {problem}; last error of a client: "
-                    f"{self._workload.last_error or 'none'}"
+                    f"{list(self._workload.errors)[-1:] or 'none'}"
                 )
             await asyncio.sleep(_POLL_S)
         self._sample_leader_tokens()
@@ -300,6 +300,7 @@ class FaultRound:
         directory.mkdir(parents=True, exist_ok=True)
         lines = encode_history(self._workload.history)
         (directory / "requests.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+        (directory / "errors.log").write_text("".join(f"{line}\n" for line in self._workload.errors))
         events = self._cluster.folder / "events" / "events.jsonl"
         if events.exists():
             shutil.copy2(events, directory)

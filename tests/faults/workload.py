@@ -12,9 +12,10 @@ import math
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ WORKDIR_TEXT = "input of a fault run"
 _CONNECT_TIMEOUT_S = 5.0
 _CALL_TIMEOUT_S = 10.0
 _RETRY_INTERVAL_S = 0.1
+_ERRORS_KEPT = 500
 _SETUP_TIMEOUT_S = 60.0
 _UNTIL_STOPPED = 0.0
 _SHORT_S, _CANCELLED_S = 0.6, 60.0
@@ -76,8 +78,8 @@ class Workload:
         self.accepted: list[AcceptedJob] = []
         self.unaccepted: set[str] = set()
         """Idempotency keys whose outcome is not known yet."""
-        self.last_error = ""
-        """Of a request that was repeated; for reports."""
+        self.errors: deque[str] = deque(maxlen=_ERRORS_KEPT)
+        """Of requests that were repeated; for reports."""
         self._cluster = cluster
         self._events = events_directory
         self._tenants = [Tenant(name) for name in TENANTS]
@@ -101,6 +103,7 @@ class Workload:
             async with open_client(tenant.settings[first.name]) as client:
                 job = await client.submit(self._make_spec(_SHORT_S, with_input=True), workdir=folder)
                 tenant.workdir = job.spec.workdir
+                self.accepted.append(AcceptedJob(tenant.name, job.request_id, job.job_id))
             for _ in range(RESTARTABLE_PER_TENANT):
                 await self.submit(tenant, self._make_spec(_UNTIL_STOPPED, restartable=True))
         await self.replace_ended_long_jobs()
@@ -112,7 +115,7 @@ class Workload:
                 tenant = self._tenants[number % len(self._tenants)]
                 job_id = self._pinned.get(machine.name)
                 if job_id is not None:
-                    job = await self._call_until_known(tenant, lambda one, key=job_id: _get_job(one, key))
+                    job = await self._call_until_known(tenant, partial(_get_job, job_id=job_id))
                     if not job.state.is_final:
                         continue
                 spec = self._make_spec(_UNTIL_STOPPED, node_id=machine.name)
@@ -152,8 +155,10 @@ class Workload:
 
         async def call_until_accepted() -> Job:
             while True:
-                with suppress(GenieError, TimeoutError):
+                try:
                     return await self._call_through(tenant, server, lambda one: _fetch_job(one, request))
+                except (GenieError, TimeoutError) as error:
+                    self._record_error(server, error)
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
         await self._submit_and_record(tenant, request, f"probe-{server.name}", call_until_accepted)
@@ -235,7 +240,7 @@ class Workload:
             except JobNotFoundError:
                 raise
             except (GenieError, TimeoutError) as error:
-                self.last_error = f"{server.name}: {type(error).__name__}: {error}"
+                self._record_error(server, error)
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def _call_through(self, tenant: Tenant, server: Machine, call: Call) -> Job:
@@ -244,6 +249,9 @@ class Workload:
             settings, network=TcpNetwork(), timeout_s=_CONNECT_TIMEOUT_S, program="faults"
         ) as connection:
             return await call(connection)
+
+    def _record_error(self, server: Machine, error: Exception) -> None:
+        self.errors.append(f"{time.monotonic():.2f} {server.name}: {type(error).__name__}: {error}")
 
     def _make_spec(
         self,
