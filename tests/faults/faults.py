@@ -18,7 +18,7 @@ from tests.faults.machines import FaultCluster, Machine
 from tests.faults.store_history import fetch_member_statuses
 from tests.faults.workload import Workload
 
-LOSS_PERCENT = 20
+LOSS_PERCENT = 10
 CLOCK_STEP_S = 3600
 BURST_SUBMISSIONS = 40
 _STORM_ROUNDS = 3
@@ -309,11 +309,11 @@ FAULTS = (
     Fault("etcd-leader-killed", kill_etcd_leader, hold_s=2.0),
     Fault("agent-killed", kill_agent, hold_s=2.0),
     Fault("leading-server-killed", kill_services_of_leading_server, hold_s=6.0),
-    Fault("leading-controller-suspended", suspend_leading_controller, hold_s=6.0),
+    Fault("leading-controller-suspended", suspend_leading_controller, hold_s=5.0),
     Fault("etcd-leader-suspended", suspend_etcd_leader, hold_s=6.0),
-    Fault("leader-cut-towards-etcd", cut_leader_towards_etcd_peers, hold_s=8.0),
+    Fault("leader-cut-towards-etcd", cut_leader_towards_etcd_peers, hold_s=6.0),
     Fault("leader-cut-towards-agents", cut_leader_towards_agents, hold_s=18.0),
-    Fault("leading-server-isolated", isolate_leading_server, hold_s=8.0),
+    Fault("leading-server-isolated", isolate_leading_server, hold_s=6.0),
     Fault("node-isolated", isolate_node, hold_s=24.0),
     Fault("leading-server-powered-off", power_off_leading_server, hold_s=8.0),
     Fault("two-of-three-servers-killed", kill_two_of_three_servers, hold_s=8.0),
