@@ -25,8 +25,6 @@ _STORM_ROUNDS = 3
 _STORM_INTERVAL_S = 2.0
 _BURST_LEAD_S = 0.2
 _CLOCK_HOLD_S = 6.0
-_TAKEOVER_TIMEOUT_S = 60.0
-_POLL_S = 0.2
 
 
 @dataclass
@@ -215,47 +213,21 @@ async def fill_disk_of_leading_server(targets: FaultTargets) -> AsyncIterator[In
 
 @asynccontextmanager
 async def step_clock_of_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
-    """Controller and agent of the leader's machine: an hour forward, then an hour back."""
-    await _restart_with_fake_clock(targets, targets.leader)
-    others = [server for server in targets.cluster.servers if server is not targets.leader]
-    for server in others:
-        server.send_signal("controller", signal.SIGSTOP)
-    try:
-        await _wait_until_leading(targets.cluster, targets.leader)
-    finally:
-        for server in others:
-            server.send_signal("controller", signal.SIGCONT)
-    await targets.wait_settled()
     async with _stepped_clock(targets.leader) as injection:
         yield injection
 
 
 @asynccontextmanager
 async def step_clock_of_node(targets: FaultTargets) -> AsyncIterator[Injection]:
-    node = targets.rng.choice(targets.cluster.nodes)
-    await _restart_with_fake_clock(targets, node)
-    async with _stepped_clock(node) as injection:
+    async with _stepped_clock(targets.rng.choice(targets.cluster.nodes)) as injection:
         yield injection
-
-
-async def _restart_with_fake_clock(targets: FaultTargets, machine: Machine) -> None:
-    # Without jobs: an agent that has to wait for their end calls time.sleep, which fails under libfaketime.
-    machine.kill_everything()
-    machine.restart(has_fake_clock=True)
-    await machine.wait_started()
-    await targets.wait_settled()
-
-
-async def _wait_until_leading(cluster: FaultCluster, server: Machine) -> None:
-    async with asyncio.timeout(_TAKEOVER_TIMEOUT_S):
-        while await cluster.find_leader() is not server:  # noqa: ASYNC110 (another machine)
-            await asyncio.sleep(_POLL_S)
 
 
 @asynccontextmanager
 async def _stepped_clock(machine: Machine) -> AsyncIterator[Injection]:
+    """Controller and agent of the machine: an hour forward, then an hour back."""
     machine.step_clock(CLOCK_STEP_S)
-    yield Injection(ended=[machine])
+    yield Injection()
     machine.step_clock(-CLOCK_STEP_S)
     await asyncio.sleep(_CLOCK_HOLD_S)
     machine.step_clock(0)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -37,16 +38,15 @@ _STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _FILL_BLOCK_BYTES = 1 << 20
 _FILLER_FILE = "filler"
-_FAKETIME_LIBRARIES = (
-    "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1",
-    "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1",
-    "/usr/lib/faketime/libfaketime.so.1",
-)
+_CLOCK_SOURCE = Path(__file__).with_name("stepped_clock.c")
+_CLOCK_LIBRARY = "stepped_clock.so"
 
 
-def find_faketime_library() -> str | None:
-    """Path of libfaketime (Debian: libfaketime); None if it is not installed."""
-    return next((path for path in _FAKETIME_LIBRARIES if Path(path).exists()), None)
+def compile_stepped_clock(directory: Path) -> Path:
+    """Compiles stepped_clock.c into this directory; returns the library."""
+    library = directory / _CLOCK_LIBRARY
+    run_command("cc", "-O1", "-Wall", "-shared", "-fPIC", str(_CLOCK_SOURCE), "-ldl", "-o", str(library))
+    return library
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Machine:
     def __post_init__(self) -> None:
         self.state_dir = self.folder / "state"
         self._supervisor: subprocess.Popen[bytes] | None = None
-        self._is_clock_fakeable = False
         self._clock_file = self.folder / "clock"
 
     @property
@@ -83,54 +82,44 @@ class Machine:
         """Creates the folders of the machine; `environ` is for all of its processes."""
         self._environ = {**os.environ, **environ, "GENIE_STATE_DIR": str(self.state_dir)}
         self._environ |= {"GENIE_NODE_ID": self.name, "HOME": str(self.folder)}
+        self._environ["STEPPED_CLOCK_FILE"] = str(self._clock_file)
         self.state_dir.mkdir(parents=True, mode=0o700)
         if self.is_server:
             size = f"size={SERVER_DISK_MIB}m,mode=0700"
             run_command("mount", "-t", "tmpfs", "-o", size, "none", str(self.state_dir))
-        self._clock_file.write_text("+0\n")
+        self.step_clock(0)
 
     # --- commands --------------------------------------------------------------------------------
 
-    def start(self, *arguments: str, has_fake_clock: bool = False) -> None:
-        """Starts `genie ARGUMENTS` as the supervisor. `has_fake_clock`: step_clock() changes the clock of all
-        its processes except etcd."""
-        environ = dict(self._environ)
-        if has_fake_clock:
-            self._clock_file.write_text("+0\n")
-            environ |= {
-                "LD_PRELOAD": find_faketime_library() or "",
-                "FAKETIME_TIMESTAMP_FILE": str(self._clock_file),
-                "FAKETIME_NO_CACHE": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-                "NO_FAKE_STAT": "1",
-            }
+    def start(self, *arguments: str) -> None:
+        """Starts `genie ARGUMENTS` as the supervisor."""
         with (self.folder / "supervisor.log").open("ab") as log:
             self._supervisor = subprocess.Popen(
                 [*self.network.command_prefix(self.name), sys.executable, "-P", "-m", "genie", *arguments],
-                env=environ,
+                env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def restart(self, *, has_fake_clock: bool = False) -> None:
+    def restart(self) -> None:
         """Starts the supervisor of a machine that is already a server or a node, as after a boot."""
         if self.is_server:
-            self.start("up", has_fake_clock=has_fake_clock)
+            self.start("up")
         else:
             controllers = json.loads((self.folder / "controllers.json").read_text())
-            self.start("join", controllers[0], "--node-id", self.name, has_fake_clock=has_fake_clock)
+            self.start("join", controllers[0], "--node-id", self.name)
 
     def remember_controllers(self, endpoints: Iterable[str]) -> None:
         """For restart() of a node."""
         (self.folder / "controllers.json").write_text(json.dumps(list(endpoints)))
 
     def step_clock(self, offset_s: int) -> None:
-        """Sets the clock of processes that were started with a fake clock."""
-        replacement = self._clock_file.with_suffix(".new")
-        replacement.write_text(f"{offset_s:+d}\n")
-        replacement.replace(self._clock_file)
+        """Sets the wall clock of supervisor, controller and agent to this distance from the real one."""
+        descriptor = os.open(self._clock_file, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwrite(descriptor, struct.pack("=q", offset_s), 0)
+        os.close(descriptor)
 
     async def wait_started(self) -> None:
         """Waits until all processes of the machine have been recorded; raises an error if the supervisor
@@ -232,6 +221,7 @@ class FaultCluster:
             "GENIE_CONTROLLER_COMPILE_AHEAD": "false",
             "GENIE_AGENT_COMPILE_AHEAD": "false",
             "GENIE_AGENT_CPU_ACCELERATORS": str(GPUS_PER_NODE),
+            "LD_PRELOAD": str(compile_stepped_clock(self.folder)),
         }
         for machine in self.machines:
             machine.create_folders(environ)

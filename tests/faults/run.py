@@ -7,7 +7,7 @@ the time, injects the faults in random order, and then checks the revision histo
 the jobs (checks.py). Prints one line per fault: the time until each other server accepted a submission, and
 until a lost node was reported. Exits with 1 if an invariant was violated; times do not change the exit code.
 
-Requires root, iproute2, nftables and etcd; libfaketime for the faults of clocks.
+Requires root, iproute2, nftables, etcd and a C compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from tests.faults import namespaces
 from tests.faults.faults import FAULTS, Fault
-from tests.faults.machines import find_faketime_library
 from tests.faults.reports import format_row, format_summary, make_summary_rows
 from tests.faults.rounds import FaultResult, RoundResult, run_round
 
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _make_parser().parse_args(arguments)
     if given.inside is not None:
         return namespaces.run_as_init(lambda: _run_inside(given))
-    if problem := find_missing_requirement(_chosen_faults(given)):
+    if problem := find_missing_requirement():
         print(f"error: cannot run faults: {problem}", file=sys.stderr)
         return 2
     results = [_run_round_in_sandbox(given, number) for number in range(given.rounds)]
@@ -52,15 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if violations else 0
 
 
-def find_missing_requirement(faults: Sequence[Fault]) -> str:
-    """What these faults require and this machine does not have; empty if nothing is missing."""
+def find_missing_requirement() -> str:
+    """What fault runs require and this machine does not have; empty if nothing is missing."""
     if os.geteuid() != 0:
         return "requires root"
     missing = namespaces.find_missing_programs()
-    if shutil.which("etcd") is None:
-        missing.append("etcd (Debian: etcd-server)")
-    if any(fault.name.startswith("clock-") for fault in faults) and find_faketime_library() is None:
-        missing.append("libfaketime (Debian: libfaketime)")
+    needed = {"etcd": "etcd-server", "cc": "gcc"}
+    missing += [f"{name} (Debian: {package})" for name, package in needed.items() if not shutil.which(name)]
     return f"requires {', '.join(missing)}" if missing else ""
 
 

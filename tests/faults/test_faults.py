@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.faults.faults import FAULTS
-from tests.faults.machines import find_faketime_library
-from tests.faults.namespaces import PROGRAMS
+from tests.faults.machines import compile_stepped_clock
 from tests.faults.run import main
 from tests.needs import require_namespaces, require_program
 
@@ -69,6 +71,15 @@ def test_ordinary_user_is_refused(
     assert "requires root" in capsys.readouterr().err
 
 
-def test_programs_of_the_sandbox_have_packages() -> None:
-    assert all(PROGRAMS.values())
-    assert find_faketime_library() is None or Path(find_faketime_library() or "").exists()
+def test_stepped_clock_moves_the_wall_clock_and_no_other(tmp_path: Path) -> None:
+    library, offset_file = compile_stepped_clock(tmp_path), tmp_path / "offset"
+    offset_file.write_bytes(struct.pack("=q", 3600))
+    code = "import time; print(time.time(), time.monotonic())"
+    environ = {**os.environ, "LD_PRELOAD": str(library), "STEPPED_CLOCK_FILE": str(offset_file)}
+    wall_s, monotonic_s = time.time(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    stepped_wall_s, stepped_monotonic_s = map(float, done.stdout.split())
+    assert stepped_wall_s >= wall_s + 3600
+    assert monotonic_s <= stepped_monotonic_s < monotonic_s + 1800
