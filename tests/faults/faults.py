@@ -203,7 +203,7 @@ async def kill_two_of_three_servers(targets: FaultTargets) -> AsyncIterator[Inje
 async def fill_disk_of_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
     await asyncio.to_thread(targets.leader.fill_disk)
     try:
-        yield _lose_server(targets.leader)
+        yield Injection(silent=[targets.leader], without_etcd=[targets.leader])
     finally:
         targets.leader.free_disk()
 

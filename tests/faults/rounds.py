@@ -16,6 +16,7 @@ from typing import Any
 
 from genie.cluster.client import open_client
 from genie.errors import GenieError
+from genie.model.job import JobState
 from genie.model.node import NodeStatus
 from tests.faults.checks import FaultWindow, Records, find_violations, last_jobs, read_job_events
 from tests.faults.faults import Fault, FaultTargets, Injection, find_etcd_leader
@@ -258,15 +259,14 @@ class FaultRound:
     # --- the end ---------------------------------------------------------------------------------
 
     async def _end_all_jobs(self) -> None:
-        """Lets all jobs end, so that each accepted one must have a final state."""
+        """Lets all jobs end, so that each accepted one must have a final state. Only the leader counts."""
         self._workload.stop_long_jobs()
         deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline_s:
             with suppress(GenieError, TimeoutError, OSError):
-                settings = self._cluster.client_settings(self._cluster.servers[0])
-                async with asyncio.timeout(_STATUS_TIMEOUT_S), open_client(settings) as client:
-                    counts = (await client.status()).jobs
-                if not any(counts.get(state, 0) for state in ("queued", "placing", "running")):
+                status = await self._cluster.fetch_status(await self._cluster.find_leader())
+                unfinished = sum(status.jobs.get(state, 0) for state in JobState if not state.is_final)
+                if status.leading and not unfinished:
                     return
             await asyncio.sleep(_POLL_S)
 

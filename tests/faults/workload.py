@@ -23,9 +23,9 @@ import msgspec
 
 from genie.cluster.client import open_client
 from genie.config import Settings
-from genie.errors import GenieError, JobNotFoundError
+from genie.errors import GenieError, JobNotFoundError, NotLeaderError
 from genie.model.job import Job, JobSpec, PlacementConstraints, Resources, Workdir
-from genie.model.messages import CancelJob, GetJob, SubmitJob
+from genie.model.messages import CancelJob, GetJob, GetStatus, SubmitJob
 from genie.model.tenant import TokenKind
 from genie.runtime.controller_connection import ControllerConnection
 from genie.runtime.network import TcpNetwork
@@ -50,7 +50,6 @@ _UNTIL_STOPPED = 0.0
 _SHORT_S, _CANCELLED_S = 0.6, 60.0
 
 _Result = TypeVar("_Result")
-Call = Callable[[ControllerConnection], Awaitable[Job]]
 
 
 @dataclass(frozen=True)
@@ -188,16 +187,13 @@ class Workload:
         followed_by: Hashable = Cancel(job.request_id) if cancels else ReadJob(job.request_id)
         request = CancelJob(job_id=job.job_id) if cancels else GetJob(job_id=job.job_id)
 
-        async def call_until_known() -> Job | None:
-            try:
-                return await self._call_until_known(tenant, lambda one: _fetch_job(one, request))
-            except JobNotFoundError:
-                return None  # the check of the history rejects this
+        async def call(connection: ControllerConnection) -> Job | None:
+            return await _fetch_job_from_leader(connection, request)
 
         await self._record_call(
             tenant.name,
             followed_by,
-            call_until_known,
+            lambda: self._call_until_known(tenant, call),
             to_output=lambda found: None if found is None else (found.job_id, found.state),
         )
 
@@ -230,20 +226,25 @@ class Workload:
         finally:
             self.history.append(Operation(client, operation, output, called_s, returned_s))
 
-    async def _call_until_known(self, tenant: Tenant, call: Call) -> Job:
+    async def _call_until_known(
+        self, tenant: Tenant, call: Callable[[ControllerConnection], Awaitable[_Result]]
+    ) -> _Result:
         """Repeats the call, each time through the next server."""
         servers = self._cluster.servers
         while True:
             server = servers[next(self._numbers) % len(servers)]
             try:
                 return await self._call_through(tenant, server, call)
-            except JobNotFoundError:
-                raise
             except (GenieError, TimeoutError) as error:
                 self._record_error(server, error)
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
-    async def _call_through(self, tenant: Tenant, server: Machine, call: Call) -> Job:
+    async def _call_through(
+        self,
+        tenant: Tenant,
+        server: Machine,
+        call: Callable[[ControllerConnection], Awaitable[_Result]],
+    ) -> _Result:
         settings = tenant.settings[server.name]
         async with open_connection(
             settings, network=TcpNetwork(), timeout_s=_CONNECT_TIMEOUT_S, program="faults"
@@ -277,6 +278,20 @@ class Workload:
 
 async def _fetch_job(connection: ControllerConnection, request: SubmitJob | GetJob | CancelJob) -> Job:
     return (await connection.call(request, timeout_s=_CALL_TIMEOUT_S)).job
+
+
+async def _fetch_job_from_leader(connection: ControllerConnection, request: GetJob | CancelJob) -> Job | None:
+    """None if there is no such job. Raises NotLeaderError if the reply may be that of a server that does not
+    lead, which may be old."""
+    where, reconnects = connection.where, connection.reconnects
+    try:
+        job = await _fetch_job(connection, request)
+    except JobNotFoundError:
+        job = None
+    status = await connection.call(GetStatus(), timeout_s=_CALL_TIMEOUT_S)
+    if not status.leading or (where, reconnects) != (connection.where, connection.reconnects):
+        raise NotLeaderError(f"the reply of {where} may be old")
+    return job
 
 
 async def _get_job(connection: ControllerConnection, job_id: str) -> Job:
