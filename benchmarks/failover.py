@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from control_roles import agents_process
 
@@ -139,7 +139,7 @@ class EtcdMembers:
         wait_until(lambda: call_etcd(next(endpoints), "kv/put", body), what="etcd to accept a write")
 
 
-def call_etcd(endpoint: str, path: str, body: object) -> dict[str, dict[str, str]]:
+def call_etcd(endpoint: str, path: str, body: object) -> dict[str, Any]:
     """The reply of etcd's JSON API; empty if there is none in time, or an error."""
     connection = http.client.HTTPConnection(endpoint, timeout=_ETCD_ATTEMPT_S)
     try:

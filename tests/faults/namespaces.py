@@ -23,7 +23,13 @@ from pathlib import Path
 BRIDGE = "faults"
 OWN_ADDRESS = "10.231.0.1"
 """Address of the fault run itself, on the bridge: of its clients."""
-PROGRAMS = {"ip": "iproute2", "nft": "nftables", "nsenter": "util-linux", "unshare": "util-linux"}
+PROGRAMS = {
+    "ip": "iproute2",
+    "nft": "nftables",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "unshare": "util-linux",
+}
 """Programs that a sandbox requires, with their Debian packages."""
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin"
 _NAMED_NAMESPACES = Path("/run/netns")
@@ -45,7 +51,9 @@ def find_missing_programs() -> list[str]:
 def run_in_sandbox(python_arguments: Sequence[str]) -> int:
     """Runs Python with these arguments as the first process of a new sandbox; returns its exit code."""
     namespaces = ["--net", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child=KILL"]
-    command = ["unshare", *namespaces, sys.executable, "-P", *python_arguments]
+    # The sandbox also ends when this process is killed.
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, sys.executable, "-P"]
+    command += python_arguments
     environ = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_SYSTEM_FOLDERS}"}
     with subprocess.Popen(command, env=environ) as process:
         try:

@@ -31,6 +31,7 @@ _MEMORY_DIRECTORY = Path("/dev/shm")
 _SEED_MAX = 10**6
 _CGROUPS = "/sys/fs/cgroup"
 _RESULT_FILE = "result.json"
+_DIRECTORY_PREFIX = "genie-faults-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,9 +82,10 @@ def _chosen_faults(given: argparse.Namespace) -> list[Fault]:
 def _run_round_in_sandbox(given: argparse.Namespace, number: int) -> RoundResult:
     """Runs one round; what it prints appears at once."""
     seed = random.randrange(_SEED_MAX) if given.seed is None else given.seed + number
-    parent = _MEMORY_DIRECTORY if os.access(_MEMORY_DIRECTORY, os.W_OK) else None
+    parent = _MEMORY_DIRECTORY if os.access(_MEMORY_DIRECTORY, os.W_OK) else Path(tempfile.gettempdir())
+    remove_directories_of_killed_runs(parent)
     print(f"round {number + 1} of {given.rounds}, seed {seed}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(prefix="genie-faults-", dir=parent) as directory:
+    with tempfile.TemporaryDirectory(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=parent) as directory:
         arguments = ["--inside", directory, "--seed", str(seed), "--nodes", str(given.nodes)]
         arguments += [text for name in given.fault or () for text in ("--fault", name)]
         arguments += ["--json"] if given.json else []
@@ -94,6 +96,14 @@ def _run_round_in_sandbox(given: argparse.Namespace, number: int) -> RoundResult
         if path.exists():
             return RoundResult.from_json(json.loads(path.read_text("utf-8")))
     return RoundResult(faults=[], violations=[f"round {number + 1} ended with exit code {code}"])
+
+
+def remove_directories_of_killed_runs(parent: Path) -> None:
+    """Removes what a run left whose process was killed: the directory below which its machines were."""
+    for path in parent.glob(f"{_DIRECTORY_PREFIX}*"):
+        pid = path.name.removeprefix(_DIRECTORY_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _run_inside(given: argparse.Namespace) -> int:
