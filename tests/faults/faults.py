@@ -129,13 +129,13 @@ async def suspend_etcd_leader(targets: FaultTargets) -> AsyncIterator[Injection]
 
 
 @asynccontextmanager
-async def cut_leader_towards_etcd_peers(targets: FaultTargets) -> AsyncIterator[Injection]:
-    """Its etcd member receives, but what it sends to the other members is lost."""
-    network = targets.cluster.network
+async def cut_etcd_leader_towards_peers(targets: FaultTargets) -> AsyncIterator[Injection]:
+    """It receives from the other members, but what it sends to them is lost."""
+    network, cut = targets.cluster.network, targets.etcd_leader
     for server in targets.cluster.servers:
-        if server is not targets.leader:
-            network.drop_packets(source=targets.leader.name, target=server.name, etcd_peers_only=True)
-    yield Injection(silent=[targets.leader], without_etcd=[targets.leader])
+        if server is not cut:
+            network.drop_packets(source=cut.name, target=server.name, etcd_peers_only=True)
+    yield Injection(silent=[cut], without_etcd=[cut])
     network.heal()
 
 
@@ -283,7 +283,7 @@ FAULTS = (
     Fault("leading-server-killed", kill_services_of_leading_server, hold_s=6.0),
     Fault("leading-controller-suspended", suspend_leading_controller, hold_s=5.0),
     Fault("etcd-leader-suspended", suspend_etcd_leader, hold_s=6.0),
-    Fault("leader-cut-towards-etcd", cut_leader_towards_etcd_peers, hold_s=6.0),
+    Fault("etcd-leader-cut-towards-peers", cut_etcd_leader_towards_peers, hold_s=6.0),
     Fault("leader-cut-towards-agents", cut_leader_towards_agents, hold_s=18.0),
     Fault("leading-server-isolated", isolate_leading_server, hold_s=6.0),
     Fault("node-isolated", isolate_node, hold_s=24.0),

@@ -20,7 +20,7 @@ from tests.needs import require_namespaces, require_program
 FAULTS_IN_CI = (
     "leading-controller-killed",
     "leading-controller-suspended",
-    "leader-cut-towards-etcd",
+    "etcd-leader-cut-towards-peers",
     "leading-server-isolated",
     "leader-changed-in-burst",
 )
