@@ -24,7 +24,7 @@ LONG_WORKERS = $(if $(strip $(ARGS)),,-n logical --dist loadfile --no-loadscope-
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit test-long test-all sim durations coverage lint format lock bench bench-compare soak clean
+.PHONY: help run test test-unit test-long test-all sim faults durations coverage lint format lock bench bench-compare soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 24
@@ -47,6 +47,10 @@ test-all: test test-long ## run all tests
 sim: $(VENV)/.native $(VENV)/.dev ## simulate faults with many seeds: [SEEDS=N] [FIRST=N] [KIND=KIND], or SEED=N
 	@$(BIN)/python -m tests.sim.run $(foreach name,SEEDS SEED FIRST KIND,$(if $(filter-out undefined \
 	  environment,$(origin $(name))),--$(shell echo $(name) | tr A-Z a-z) '$($(name))'))
+
+# ROUNDS=10 (default: 1); ARGS="--fault node-isolated --json --results DIR"
+faults: $(VENV)/.native $(VENV)/.dev ## inject faults into real processes, with root: [ROUNDS=N]
+	@$(BIN)/python -m tests.faults.run $(ROUNDS:%=--rounds %) $(ARGS)
 
 durations: $(VENV)/.native $(VENV)/.dev ## run all tests and record the duration of each file
 	@$(BIN)/python -m pytest --record-durations $(LONG_WORKERS) $(ARGS)

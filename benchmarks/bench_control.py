@@ -1,4 +1,4 @@
-"""What 125 nodes with 1,000 GPUs cost a controller, and the cost per event with up to 2,000 nodes.
+"""What 125 nodes with 1,000 GPUs cost a controller, the cost per event with up to 2,000 nodes, and failover.
 
     python benchmarks/bench_control.py [--json] [--nodes 125] [--seconds 600] [--only PART] [--quick]
 
@@ -10,11 +10,16 @@ controller logs that it is disconnected.
 scale: the same controller in the simulator, with 250, 1,000 and 2,000 nodes of 8 GPUs in turn, each with its
 own event loop in this process. CPU time of the whole process per heartbeat and per submitted job; it includes
 the simulated network and nodes, whose cost per message does not depend on the number of nodes.
+
+failover: two controllers on three etcd members, and as many nodes. The leading controller is killed,
+alone and together with the leader of etcd; the time until a submission is accepted, and until all nodes are
+healthy again. The baseline is the time in which etcd alone accepts a write after the loss of its leader.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import time
@@ -30,6 +35,7 @@ from control_roles import (
     controller_process,
     wait_for_nodes,
 )
+from failover import FailoverRun, measure_failover
 from process_readings import read_cpu_s, read_rss_bytes
 from simulated_nodes import SimulatedNodes
 
@@ -39,11 +45,14 @@ from genie.processes.tasks import reduce_garbage_collection
 CPU_SHARE = report.value_at_most(0.25)
 NO_LOSSES = report.value_at_most(0.0)
 FLAT = report.ratio_at_most(1.25)
+FAILOVER = report.ratio_at_most(2.5)
+FAILOVER_WITH_ETCD = report.value_at_most(8000.0)
 GPUS = 8
 SETTLE_S = 5.0
 SAMPLE_S = 5.0
 SIZES = (250, 1000, 2000)
 QUICK_SIZES = (25, 100, 200)
+PARTS = ("heartbeats", "scale", "failover")
 
 
 # --- heartbeats over loopback -------------------------------------------------------------------
@@ -163,6 +172,26 @@ def scale_figures(name: str, costs_us: dict[int, list[float]]) -> list[report.Fi
     ]
 
 
+# --- failover -----------------------------------------------------------------------------------
+
+
+def failover_figures(run: FailoverRun) -> list[report.Figure]:
+    """A new leader of etcd first renews every lease, so the second failover begins after its election."""
+    election_ms = statistics.median(run.election_ms)
+
+    def compared_figure(name: str, samples_ms: list[float], goal: report.Goal | None) -> report.Figure:
+        median_ms = statistics.median(samples_ms)
+        return report.make_figure(name, median_ms, samples=samples_ms, baseline=election_ms, goal=goal)
+
+    return [
+        report.make_figure("etcd_election", election_ms, samples=run.election_ms),
+        compared_figure("failover", run.controller_ms, FAILOVER),
+        compared_figure("failover_recovery", run.controller_recovery_ms, None),
+        compared_figure("failover_with_etcd", run.both_ms, FAILOVER_WITH_ETCD),
+        compared_figure("failover_with_etcd_recovery", run.both_recovery_ms, None),
+    ]
+
+
 def main() -> int:
     parser = report.make_parser((__doc__ or "").splitlines()[0], rounds=7)
     parser.add_argument("--nodes", type=report.parse_positive_int, default=125, help="nodes (default: 125)")
@@ -171,17 +200,23 @@ def main() -> int:
         type=report.parse_positive_int,
         help="duration of the heartbeats (default: 600; quick: 10)",
     )
-    parser.add_argument("--only", choices=("heartbeats", "scale"), help="run one part (default: both)")
+    parser.add_argument("--only", choices=PARTS, help="run one part (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer simulated nodes, shorter")
     parser.add_argument("--profile", type=Path, help="write a cProfile of the controller; slows it down")
     given = parser.parse_args()
     given.seconds = given.seconds or (10 if given.quick else 600)
     figures: list[report.Figure] = []
     with report.use_temporary_state() as folder:
-        if given.only != "scale":
+        if given.only in (None, "heartbeats"):
             figures += heartbeat_figures(measure_heartbeats(folder, given))
-        if given.only != "heartbeats":
+        if given.only in (None, "scale"):
             figures += measure_scale(given)
+        if given.only in (None, "failover"):
+            if shutil.which("etcd") is None:
+                print("skipping failover: etcd is not on PATH (Debian: etcd-server)", file=sys.stderr)
+            else:
+                run = measure_failover(folder, nodes=given.nodes, gpus=GPUS, rounds=given.rounds)
+                figures += failover_figures(run)
     return report.print_figures(figures, as_json=given.json)
 
 

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
+COMMIT_TIMEOUT_S = 3.0
+"""Much longer than a commit takes. When the leader of etcd is lost, a commit that another member has already
+forwarded to it is lost as well and never answered: only this timeout ends it."""
 WRITES_QUEUED_MAX = 1024
 # The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024
@@ -569,7 +572,7 @@ class Ledger:
         if not operations:
             return
         try:
-            result = await self._store.commit(compares, operations)
+            result = await self._store.commit(compares, operations, timeout_s=COMMIT_TIMEOUT_S)
         except StoreError as error:
             # Unless the disk is full, the commit may have happened: the next write reloads first.
             self._needs_reload |= not isinstance(error, StoreFullError)

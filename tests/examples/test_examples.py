@@ -22,6 +22,7 @@ from tests.executor.process import PRELOADED
 from tests.forkserver import ForkServer
 from tests.grid.conftest import own_testbed, testbed_lease
 from tests.grid.testbed import SshTestbed
+from tests.needs import require_program
 from tests.waiting import wait_until
 
 __all__ = ["own_testbed", "testbed_lease"]
@@ -43,6 +44,7 @@ SCHEDULERS = {
 SCHEDULER_LINES_MAX = 60
 RUN_HERE = {
     "basic_client.py",
+    "consensus/raft.py",
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/ray/test_cluster.py
     "grid/setup_cluster.py",  # tests/grid/ray/test_cluster.py
@@ -121,6 +123,26 @@ def test_server_serves_clients_and_stops_on_ctrl_c(
     assert "stopped" in output
     assert "Traceback" not in output
     assert local_cluster.find_running_cluster(state_dir) is None
+
+
+def test_raft_example_writes_before_and_after_the_leader_is_killed() -> None:
+    require_program("etcd", package="etcd-server")
+    done = run_example("consensus/raft.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = re.findall(r"'(\w+)' written through \w: revision (\d+)", done.stdout)
+    assert [value for value, _ in written] == ["before", "after"]
+    assert int(written[0][1]) < int(written[1][1])
+    terms = [int(term) for term in re.findall(r"term (\d+), leader [abc], revision", done.stdout)]
+    assert len(terms) == 3 + 2 + 3
+    assert terms == sorted(terms)
+    assert terms[0] < terms[-1]
+
+
+def test_raft_example_names_the_missing_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = run_example("consensus/raft.py")
+    assert done.returncode == 1
+    assert "Debian: apt install etcd-server" in done.stderr
 
 
 def test_multimodal_rejects_zero_steps() -> None:

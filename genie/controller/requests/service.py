@@ -61,8 +61,8 @@ from genie.version import __version__
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-STORE_RETRY_AFTER_S = 5.0
-"""Retry time that clients get while the store is unavailable."""
+STORE_RETRY_AFTER_S = 1.0
+"""Retry time that clients get while the store is unavailable: an election of etcd takes a second or two."""
 _READY_TIMEOUT_S = 1.0
 _ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
