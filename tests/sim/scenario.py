@@ -75,6 +75,7 @@ commit ff0e4d4); 100 us also cover TLS or a slower machine. Encoding costs 1 ns/
 class ScenarioKind:
     faults: tuple[str, ...]
     controllers: int = 1
+    nodes: int = NODES
     mean_fault_interval_s: float = 2.5
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
@@ -96,9 +97,10 @@ SCENARIO_KINDS = {
     "outage": ScenarioKind(
         fault_injector.OUTAGE_FAULTS,
         controllers=2,
-        mean_fault_interval_s=5.0,
-        fault_injection_s=40.0,
-        job_duration_s_max=30.0,
+        nodes=3,
+        mean_fault_interval_s=8.0,
+        fault_injection_s=50.0,
+        job_duration_s_max=40.0,
     ),
     "recovery": ScenarioKind(
         tuple(fault_injector.RECOVERY_FAULTS),
@@ -145,7 +147,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             seed,
             directory,
             group,
-            node_count=NODES,
+            node_count=kind.nodes,
             gpus_per_node=GPUS,
             controller_count=kind.controllers,
             store_bytes_max=_STORE_BYTES_MAX,
