@@ -149,33 +149,45 @@ def _plant_restore_in_the_same_generation(patch: pytest.MonkeyPatch) -> None:
 
 FAILOVER_DEFECTS = {
     "early reclaim of suspect nodes": Defect(
-        _plant_early_reclaim, "recovery", ("power_servers",), (0,), "another epoch"
+        _plant_early_reclaim, "recovery", ("power_servers",), (1, 25), "without a fault"
     ),
     "no grace in a new term": Defect(
-        _plant_no_grace_in_a_new_term, "recovery", ("power_servers",), (0,), "without a fault"
+        _plant_no_grace_in_a_new_term, "recovery", ("power_servers",), (1, 3), "without a fault"
     ),
     "leading without a lease": Defect(
-        _plant_leading_without_a_lease, "recovery", ("cut_any_link",), (0,), "has disappeared"
+        _plant_leading_without_a_lease, "recovery", ("cut_any_link",), (5,), "has disappeared"
     ),
     "standby that claims to lead": Defect(
         _plant_standby_that_claims_to_lead, "power", ("hang_store",), (0,), "without a fault"
     ),
     "writes that are not fenced": Defect(
-        _plant_writes_that_are_not_fenced, "recovery", ("cut_any_link",), (0,), "ledger has"
+        _plant_writes_that_are_not_fenced, "recovery", ("cut_any_link",), (5, 13), "ledger has"
     ),
     "no reload after unknown outcomes": Defect(
         _plant_no_reload_after_unknown_outcomes, "store", ("lose_reply",), (0,), "have not ended"
     ),
     "exits reported only once": Defect(
-        _plant_exits_reported_only_once, "recovery", ("restart_repeatedly",), (0,), "without a fault"
+        _plant_exits_reported_only_once, "store", ("lose_store", "hang_store"), (3, 5), "without a fault"
     ),
     "requests forgotten in a failover": Defect(
-        _plant_requests_forgotten_in_a_failover, "recovery", ("restart_repeatedly",), (0,), "submissions"
+        _plant_requests_forgotten_in_a_failover,
+        "store",
+        ("lose_reply", "restart_controller"),
+        (1, 2),
+        "submissions",
     ),
     "agents that accept any leader": Defect(
-        _plant_agents_that_accept_any_leader, "recovery", ("restore_beside_old_controller",), (0,), "without"
+        _plant_agents_that_accept_any_leader,
+        "recovery",
+        ("restore_beside_old_controller",),
+        (5, 6),
+        "without a fault",
     ),
     "restore in the same generation": Defect(
-        _plant_restore_in_the_same_generation, "recovery", ("restore_beside_old_controller",), (0,), "without"
+        _plant_restore_in_the_same_generation,
+        "recovery",
+        ("restore_beside_old_controller",),
+        (5, 6),
+        "without a fault",
     ),
 }
