@@ -32,6 +32,7 @@ from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
+from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
@@ -243,6 +244,14 @@ class Controller:
             self._agents,
             self._launch_queue,
         )
+        self._drains = NodeDrains(
+            ledger,
+            jobs.catalog,
+            jobs.lifecycle,
+            stop_jobs=self._pass_runner.stop_jobs,
+            is_in_contact=self._agents.is_in_contact,
+            wake=self._pass_wake_event.set,
+        )
 
     def _build_request_handlers(self, offload: Offload) -> list[Handlers]:
         clock, jobs, planner = self._clock, self._jobs, self._planner
@@ -253,6 +262,7 @@ class Controller:
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
         return [
             self._agents.handlers(),
+            self._drains.handlers(),
             JobRequests(
                 jobs.catalog,
                 jobs.submission,
@@ -606,6 +616,7 @@ class Controller:
                 "requeueing unconfirmed launches": self._agents.requeue_unconfirmed,
                 "ending expired sessions": self._end_expired_sessions,
                 "enforcing time limits": self._enforce_time_limits,
+                "moving jobs off draining nodes": self._drains.move_jobs,
             }
         )
 

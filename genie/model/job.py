@@ -48,7 +48,7 @@ class StopReason(enum.StrEnum):
     CLOSED = "closed"
     """Sessions only: the client has closed it, so it has succeeded."""
     PREEMPT = "preempt"
-    """Preempted by a job of higher priority; it is queued again."""
+    """Preempted by a job of higher priority, or moved from a draining node; it is queued again."""
     TIME_LIMIT = "limit"
     """Its time limit is exceeded."""
     WORKER_ENDED = "worker"
@@ -143,6 +143,11 @@ class JobSpec(Record, frozen=True, kw_only=True, gc=False):
     gpu_ids: tuple[int, ...] = ()
     """Only on these accelerators of that node; empty for any."""
     constraints: PlacementConstraints = msgspec.field(default=PlacementConstraints(), name="wishes")
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether the job may be stopped and queued again, to run on another node."""
+        return self.kind is JobKind.COMMAND and self.constraints.preemptible
 
 
 class Transition(Record, frozen=True, kw_only=True, gc=False):
