@@ -68,12 +68,12 @@ class NodeDrains:
     async def empty_node(self, connection: Connection, request: EmptyNode) -> DrainStarted:
         """Like `drain_node`, and move the restartable jobs to other nodes."""
         await self._start_drain(request.node_id, request.reason, moves_jobs=True)
-        jobs = list(self._jobs_on_node(request.node_id))
-        moving = sorted(filter(_is_movable_or_moving, jobs), key=_move_order)
-        staying = sorted({job.job_id for job in jobs} - {job.job_id for job in moving})
+        moving = sorted(filter(_is_movable_or_moving, self._jobs_on_node(request.node_id)), key=_move_order)
+        moving_ids = tuple(job.job_id for job in moving)
+        staying_ids = self._job_ids_on_node(request.node_id).difference(moving_ids)
         return DrainStarted(
-            moving_job_ids=tuple(job.job_id for job in moving),
-            staying_job_ids=tuple(staying),
+            moving_job_ids=moving_ids,
+            staying_job_ids=tuple(sorted(staying_ids)),
             grace_s_max=max(
                 (job.spec.constraints.grace_s for job in moving if _has_started(job)), default=0.0
             ),
@@ -114,13 +114,13 @@ class NodeDrains:
                     yield job, reason_of_move(node_id, record.drain_status)
 
     def _jobs_on_node(self, node_id: str) -> Iterator[Job]:
-        """The jobs with a worker on this node."""
+        """The jobs with a worker on this node, except unreadable ones."""
+        found = (self._jobs.get(job_id) for job_id in self._job_ids_on_node(node_id))
+        return (job for job in found if job is not None)
+
+    def _job_ids_on_node(self, node_id: str) -> set[str]:
         held = self._ledger.holds.get(node_id)
-        holds = held.holds if held is not None else ()
-        for job_id in dict.fromkeys(parse_worker_name(hold.job_id)[0] for hold in holds):
-            job = self._jobs.get(job_id)
-            if job is not None:
-                yield job
+        return {parse_worker_name(hold.job_id)[0] for hold in held.holds} if held is not None else set()
 
     async def _start_drain(self, node_id: str, reason: str, *, moves_jobs: bool) -> None:
         reason = reason.strip()
