@@ -43,6 +43,7 @@ SCHEDULERS = {
 SCHEDULER_LINES_MAX = 60
 RUN_HERE = {
     "basic_client.py",
+    "failover/recovery_manager.py",
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/ray/test_cluster.py
     "grid/setup_cluster.py",  # tests/grid/ray/test_cluster.py
@@ -121,6 +122,17 @@ def test_server_serves_clients_and_stops_on_ctrl_c(
     assert "stopped" in output
     assert "Traceback" not in output
     assert local_cluster.find_running_cluster(state_dir) is None
+
+
+def test_recovery_manager_resumes_a_job_after_a_drain_and_the_loss_of_a_node() -> None:
+    done = run_example("failover/recovery_manager.py", timeout_s=85)
+    assert (done.returncode, done.stderr) == (0, "")
+    resumed = re.findall(r"training on (a[12]) from step (\d+)", done.stdout)
+    assert [node for node, _ in resumed] == ["a1", "a2", "a1"], done.stdout
+    steps = [int(step) for _, step in resumed]
+    assert steps[0] == 0 < steps[1] <= steps[2]
+    assert "queued: moved from a1: draining (maintenance)" in done.stdout
+    assert "the job has succeeded" in done.stdout
 
 
 def test_multimodal_rejects_zero_steps() -> None:
