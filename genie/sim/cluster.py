@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,6 +109,8 @@ class SimCluster:
         """Faults that may end jobs, so far."""
         self.control_plane_fault_count = 0
         """Current faults of the kind that must not overlap: of the power of a controller, or of the store."""
+        self.drain_count_by_host: Counter[str] = Counter()
+        """Number of current faults that drain each node."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""

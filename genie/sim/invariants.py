@@ -225,8 +225,9 @@ class InnocentTenantChecker:
     """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, and that
     finished ones remain readable: a run is much shorter than `history_days`, and they are few and small.
 
-    `faults`: those that may end jobs. The jobs must have neither a time limit that they can reach nor a lower
-    priority than others, and nobody may cancel them.
+    `faults`: those that may end jobs. `is_being_moved`: whether a process of a job may be terminated because
+    it is queued again; it must succeed later. The jobs must have neither a time limit that they can reach nor
+    a lower priority than others, and nobody may cancel them.
     """
 
     def __init__(
@@ -237,7 +238,9 @@ class InnocentTenantChecker:
         *,
         tenant: str,
         faults: Sequence[FaultWindow],
+        is_being_moved: Callable[[Job], bool],
     ) -> None:
+        self._is_being_moved = is_being_moved
         self._world = world
         self._machines = machines
         self._tenant = tenant
@@ -271,7 +274,7 @@ class InnocentTenantChecker:
             return
         if self._is_end_excused_by_fault(job):
             self._excused_job_ids.add(job_id)
-        else:
+        elif not self._is_being_moved(job):
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )

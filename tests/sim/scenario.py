@@ -23,6 +23,7 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
+from genie.sim.drain_checker import DrainChecker, is_being_moved
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -51,6 +52,7 @@ _SHORT_NODE_TTL_S = 10.0
 _JOB_READ_INTERVAL_S = 1.0
 _REPLY_TIME_S_MAX = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
+_JOB_GRACE_S = 3.0
 _JOB_TIME_LIMIT_S = 3000.0
 """Longer than any run, and shorter than a step of the clock."""
 # A machine with a limit of about 350 open files: a hostile tenant can reach it within 20 s.
@@ -76,6 +78,9 @@ class ScenarioKind:
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
     job_duration_s_max: float = 10.0
+    fault_duration_s_max: float = FAULT_DURATION_S_MAX
+    restartable_share: float = 0.0
+    """Share of the innocent tenant's jobs that drains move."""
 
 
 SCENARIO_KINDS = {
@@ -89,6 +94,16 @@ SCENARIO_KINDS = {
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
+    ),
+    "drain": ScenarioKind(
+        fault_injector.DRAIN_FAULTS,
+        controllers=2,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        fault_injection_s=60.0,
+        job_duration_s_max=30.0,
+        fault_duration_s_max=20.0,
+        mean_fault_interval_s=8.0,
+        restartable_share=0.7,
     ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
@@ -142,10 +157,17 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             hold_mismatch_s_max=hold_mismatch_s_max(kind.node_ttl_s),
         )
         InnocentTenantChecker(
-            cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
+            cluster.world,
+            cluster.machines,
+            checker,
+            tenant=INNOCENT_TENANT,
+            faults=cluster.faults,
+            is_being_moved=is_being_moved,
         )
+        drains = DrainChecker(cluster, checker)
         await cluster.start()
         await cluster.wait_for_nodes()
+        cluster.store.add_commit_listener(drains.on_store_commit)
         cluster.store.add_commit_listener(checker.on_store_commit)
         rate = RequestRateChecker(
             cluster.world,
@@ -159,6 +181,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             group.create_task(each)
             for each in (
                 checker.check_periodically(),
+                drains.check_periodically(),
                 rate.check_periodically(),
                 leadership.check_periodically(),
                 _check_store_space_periodically(cluster),
@@ -190,7 +213,7 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Scenar
             duration_s=kind.fault_injection_s,
             mean_interval_s=kind.mean_fault_interval_s,
             kinds=kind.faults,
-            fault_duration_s_max=FAULT_DURATION_S_MAX,
+            fault_duration_s_max=kind.fault_duration_s_max,
         )
         await fault_injector.undo_owner_actions(cluster)
         job_ids = await submitting
@@ -244,7 +267,12 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
                 name=INNOCENT_TENANT,
                 command=("simulated",),
                 resources=Resources(gpus=1),
-                constraints=PlacementConstraints(workers=workers, time_limit_s=_JOB_TIME_LIMIT_S),
+                constraints=PlacementConstraints(
+                    workers=workers,
+                    time_limit_s=_JOB_TIME_LIMIT_S,
+                    preemptible=kind.restartable_share > 0 and rng.random() < kind.restartable_share,
+                    grace_s=_JOB_GRACE_S,
+                ),
             )
             try:
                 sent = cluster.submit_spec(
