@@ -146,8 +146,9 @@ class JobSpec(Record, frozen=True, kw_only=True, gc=False):
 
     @property
     def is_restartable(self) -> bool:
-        """Whether the job may be stopped and queued again, to run on another node."""
-        return self.kind is JobKind.COMMAND and self.constraints.preemptible
+        """Whether the controller queues the job again when its node is lost: a preemptible command. Such a
+        job ends at the dead-man time; any other one keeps running while no leader can be found."""
+        return self.constraints.preemptible and self.kind is JobKind.COMMAND
 
 
 class Transition(Record, frozen=True, kw_only=True, gc=False):

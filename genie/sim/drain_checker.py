@@ -65,7 +65,7 @@ class DrainChecker:
 
     def _check_move(self, job: Job) -> None:
         before = self._checker.current_jobs.get(job.job_id)
-        if not is_being_moved(job) or (before is not None and is_being_moved(before)):
+        if not _is_being_moved(job) or (before is not None and _is_being_moved(before)):
             return
         nodes = {placement.node_id for placement in job.placements}
         oldest_undrain_s = self._cluster.world.now_s - _MOVES_AFTER_UNDRAIN_S_MAX
@@ -95,6 +95,6 @@ class DrainChecker:
         return self._cluster.is_up(host) and not world.is_paused(host) and not world.is_frozen(host)
 
 
-def is_being_moved(job: Job) -> bool:
+def _is_being_moved(job: Job) -> bool:
     """Whether the job is stopped because one of its nodes drains; it is queued again."""
     return job.spec.is_restartable and job.stop is StopReason.PREEMPT and "moving from " in job.reason

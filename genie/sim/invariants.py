@@ -15,7 +15,7 @@ import msgspec
 from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
-from genie.model.job import Job, JobState, Placement, Spread, Within, parse_worker_name
+from genie.model.job import Job, JobState, Placement, Spread, StopReason, Within, parse_worker_name
 from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.processes import SimMachines, SimProcess
 from genie.sim.world import World
@@ -225,9 +225,8 @@ class InnocentTenantChecker:
     """Checks that jobs of an innocent tenant are ended only by faults of the machines that they use, and that
     finished ones remain readable: a run is much shorter than `history_days`, and they are few and small.
 
-    `faults`: those that may end jobs. `is_being_moved`: whether a process of a job may be terminated because
-    it is queued again; it must succeed later. The jobs must have neither a time limit that they can reach nor
-    a lower priority than others, and nobody may cancel them.
+    `faults`: those that may end jobs. The jobs must have neither a time limit that they can reach nor a lower
+    priority than others, and nobody may cancel them. One that a drain moves must succeed later.
     """
 
     def __init__(
@@ -238,9 +237,7 @@ class InnocentTenantChecker:
         *,
         tenant: str,
         faults: Sequence[FaultWindow],
-        is_being_moved: Callable[[Job], bool],
     ) -> None:
-        self._is_being_moved = is_being_moved
         self._world = world
         self._machines = machines
         self._tenant = tenant
@@ -270,11 +267,11 @@ class InnocentTenantChecker:
     def _check_terminated_process(self, process: SimProcess) -> None:
         job_id = process.job_id_and_epoch[0]
         job = self._checker.current_jobs.get(job_id)
-        if job is None or job.tenant != self._tenant:
+        if job is None or job.tenant != self._tenant or job.stop is StopReason.PREEMPT:
             return
         if self._is_end_excused_by_fault(job):
             self._excused_job_ids.add(job_id)
-        elif not self._is_being_moved(job):
+        else:
             self._machines.report_violation(
                 f"{process.job_id} was terminated without a fault of its node: {process.termination_reason}"
             )

@@ -23,7 +23,7 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
-from genie.sim.drain_checker import DrainChecker, is_being_moved
+from genie.sim.drain_checker import DrainChecker
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -157,12 +157,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             hold_mismatch_s_max=hold_mismatch_s_max(kind.node_ttl_s),
         )
         InnocentTenantChecker(
-            cluster.world,
-            cluster.machines,
-            checker,
-            tenant=INNOCENT_TENANT,
-            faults=cluster.faults,
-            is_being_moved=is_being_moved,
+            cluster.world, cluster.machines, checker, tenant=INNOCENT_TENANT, faults=cluster.faults
         )
         drains = DrainChecker(cluster, checker)
         await cluster.start()
