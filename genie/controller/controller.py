@@ -244,10 +244,13 @@ class Controller:
             self._agents,
             self._launch_queue,
         )
-        self._drains = NodeDrains(
-            ledger,
-            jobs.catalog,
-            jobs.lifecycle,
+        self._drains = self._build_drains()
+
+    def _build_drains(self) -> NodeDrains:
+        return NodeDrains(
+            self._ledger,
+            self._jobs.catalog,
+            self._jobs.lifecycle,
             stop_jobs=self._pass_runner.stop_jobs,
             is_in_contact=self._agents.is_in_contact,
             wake=self._pass_wake_event.set,

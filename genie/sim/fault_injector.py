@@ -180,12 +180,8 @@ async def _inject_and_end_fault(
             await _power_off_leader(cluster, duration_s, with_store=kind == "power_leader_and_store")
         case "lose_reply":
             cluster.lose_next_commit_reply(controller)
-        case "drain":
-            await _start_drain(cluster, node)
-            await asyncio.sleep(duration_s)
-            await _end_drain(cluster, node)
-        case "drain_paused_node":
-            await _drain_paused_node(cluster, node, duration_s)
+        case "drain" | "drain_paused_node":
+            await _drain_node(cluster, node, duration_s, while_paused=kind == "drain_paused_node")
         case "quota":
             gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
@@ -197,6 +193,15 @@ async def _inject_and_end_fault(
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _drain_node(cluster: SimCluster, node: str, duration_s: float, *, while_paused: bool) -> None:
+    if while_paused:
+        await _drain_paused_node(cluster, node, duration_s)
+    else:
+        await _start_drain(cluster, node)
+        await asyncio.sleep(duration_s)
+        await _end_drain(cluster, node)
 
 
 async def _drain_paused_node(cluster: SimCluster, node: str, duration_s: float) -> None:

@@ -184,20 +184,25 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         ]
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
-            end_s = cluster.world.now_s + _SCENARIO_S_MAX
-            while not running.done() and not cluster.machines.violations:
-                await asyncio.wait({running}, timeout=1.0)
-                if cluster.world.now_s > end_s:
-                    pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
-                    cluster.machines.report_violation(
-                        f"jobs have not ended after {_SCENARIO_S_MAX:g} s: {pending}"
-                    )
+            await _wait_for_end_or_violation(running, cluster, checker)
             running.cancel()
             await asyncio.wait({running})
         for task in watching:
             task.cancel()
         await cluster.stop()
     return cluster.machines.violations
+
+
+async def _wait_for_end_or_violation(
+    running: asyncio.Task[None], cluster: SimCluster, checker: InvariantChecker
+) -> None:
+    """Jobs that take too long are a violation, too."""
+    end_s = cluster.world.now_s + _SCENARIO_S_MAX
+    while not running.done() and not cluster.machines.violations:
+        await asyncio.wait({running}, timeout=1.0)
+        if cluster.world.now_s > end_s:
+            pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
+            cluster.machines.report_violation(f"jobs have not ended after {_SCENARIO_S_MAX:g} s: {pending}")
 
 
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
