@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from genie.controller.ledger import NodeRecord
 from genie.controller.nodes import drains
 from genie.errors import GenieError, NodeNotFoundError, UsageError
 from genie.model.job import Job, JobSpec, JobState, StopReason
@@ -354,3 +357,10 @@ async def test_emptying_checks_its_arguments_and_only_the_owner_may(tmp_path: Pa
         async with one.client(await one.token(TokenKind.USER, tenant="team")) as user:
             with pytest.raises(GenieError, match="user tokens cannot drain nodes"):
                 await user.ask(EmptyNode(node_id="a"))
+
+
+def test_drain_that_an_earlier_version_recorded_moves_nothing() -> None:
+    row = json.loads(msgspec.json.encode(NodeRecord(info=make_node_info("a"), drain_status="draining")))
+    del row["moves_jobs"]
+    record = msgspec.json.decode(json.dumps(row), type=NodeRecord)
+    assert (record.drain_status, record.moves_jobs) == ("draining", False)
