@@ -34,6 +34,8 @@ from genie.model.messages import (
     CloseBackup,
     CreateToken,
     DrainNode,
+    DrainStarted,
+    EmptyNode,
     ExplainJob,
     ExplainReply,
     GetJob,
@@ -282,6 +284,12 @@ class ClusterClient:
     async def drain_node(self, node_id: str, *, reason: str = "") -> None:
         """Stops placing jobs on the node; running jobs continue."""
         await self._connection.call(DrainNode(node_id=node_id, reason=reason), timeout_s=CALL_TIMEOUT_S)
+
+    async def empty_node(self, node_id: str, *, reason: str = "") -> DrainStarted:
+        """Stops placing jobs on the node and moves its restartable jobs to other nodes. Returns the jobs that
+        move and those that stay until they end."""
+        request = EmptyNode(node_id=node_id, reason=reason)
+        return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
 
     async def undrain_node(self, node_id: str) -> None:
         await self._connection.call(UndrainNode(node_id=node_id), timeout_s=CALL_TIMEOUT_S)

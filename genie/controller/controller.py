@@ -34,6 +34,7 @@ from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
+from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
@@ -249,6 +250,17 @@ class Controller:
             self._agents,
             self._launch_queue,
         )
+        self._drains = self._build_drains()
+
+    def _build_drains(self) -> NodeDrains:
+        return NodeDrains(
+            self._ledger,
+            self._jobs.catalog,
+            self._jobs.lifecycle,
+            stop_jobs=self._pass_runner.stop_jobs,
+            is_in_contact=self._agents.is_in_contact,
+            wake=self._pass_wake_event.set,
+        )
 
     def _build_request_handlers(self, offload: Offload) -> list[Handlers]:
         clock, jobs, planner = self._clock, self._jobs, self._planner
@@ -259,6 +271,7 @@ class Controller:
         self._backup_requests = BackupRequests(self._store, self._ledger, clock=clock)
         return [
             self._agents.handlers(),
+            self._drains.handlers(),
             JobRequests(
                 jobs.catalog,
                 jobs.submission,
@@ -615,6 +628,7 @@ class Controller:
                 "ending expired sessions": self._end_expired_sessions,
                 "ending expired leases of locks": self._locks.end_expired_leases,
                 "enforcing time limits": self._enforce_time_limits,
+                "moving jobs off draining nodes": self._drains.move_jobs,
             }
         )
 

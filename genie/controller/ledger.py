@@ -71,6 +71,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """It has left the cluster; it may register again."""
     drain_status: str = msgspec.field(default="", name="drained")
     """Such as "draining: new fans"; empty when the node is not drained. Survives restarts of the agent."""
+    moves_jobs: bool = False
+    """While it is drained: its restartable jobs are moved to other nodes."""
 
 
 class Counter(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class StopReason(enum.StrEnum):
     CLOSED = "closed"
     """Sessions only: the client has closed it, so it has succeeded."""
     PREEMPT = "preempt"
-    """Preempted by a job of higher priority; it is queued again."""
+    """Preempted by a job of higher priority, or moved from a draining node; it is queued again."""
     TIME_LIMIT = "limit"
     """Its time limit is exceeded."""
     WORKER_ENDED = "worker"

@@ -487,7 +487,27 @@ class DrainNode(Request[Done], frozen=True, kw_only=True):
     reason: str = ""
 
 
+class DrainStarted(Message, frozen=True, kw_only=True):
+    """The jobs on the node when its drain began."""
+
+    moving_job_ids: tuple[str, ...] = ()
+    """They are stopped and queued again."""
+    staying_job_ids: tuple[str, ...] = ()
+    """They run until they end."""
+    grace_s_max: float = 0.0
+    """The longest grace period of the moving jobs."""
+
+
+class EmptyNode(Request[DrainStarted], frozen=True, kw_only=True):
+    """Stops placing jobs on the node, and moves its restartable jobs to other nodes."""
+
+    node_id: str
+    reason: str = ""
+
+
 class UndrainNode(Request[Done], frozen=True, kw_only=True):
+    """Resumes placing jobs on the node; jobs that have not been stopped are not moved."""
+
     node_id: str
 
 
@@ -721,6 +741,7 @@ OWNER_REQUESTS = (
     RevokeToken,
     RemoveNode,
     DrainNode,
+    EmptyNode,
     UndrainNode,
     SetQuota,
     RemoveQuota,

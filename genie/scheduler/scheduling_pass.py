@@ -27,7 +27,7 @@ from genie.scheduler.job_table import JobTable, PendingJob
 from genie.scheduler.order import JobQueue, QueueGroupKey
 from genie.scheduler.preemption import migration, victims
 from genie.scheduler.preemption.victims import StartedJob
-from genie.scheduler.request import JobRequest, WorkerPlace
+from genie.scheduler.request import JobRequest, NodeFacts, WorkerPlace
 
 _NODES_SHOWN_MAX = 3
 
@@ -452,12 +452,25 @@ class SchedulingPass:
                 reasons[node.node_id] = why
         if not reasons:
             return "no node is connected" if cluster.nodes else "no node has joined the cluster yet"
-        closed = frozenset(
-            node.node_id
+        closed = [
+            node
             for node in cluster.nodes
             if node.blocked_reason and cluster.is_suitable_if_open(request, node)
-        )
-        return f"no suitable node: {format_grouped_reasons(reasons, nodes_first=closed)}"
+        ]
+        if len(closed) == 1 < len(reasons) and self._is_only_match(request, closed[0]):
+            del reasons[closed[0].node_id]
+            only = (
+                f"only node {closed[0].node_id} matches, but it accepts no jobs ({closed[0].blocked_reason})"
+            )
+            return f"{only}; {format_grouped_reasons(reasons)}"
+        first = frozenset(node.node_id for node in closed)
+        return f"no suitable node: {format_grouped_reasons(reasons, nodes_first=first)}"
+
+    def _is_only_match(self, request: JobRequest, node: NodeFacts) -> bool:
+        """Whether no other node matches the request, even if it is full now."""
+        cluster = self._allocations
+        others = (each for each in cluster.nodes if each.node_id != node.node_id)
+        return not node.has_left and not any(cluster.is_suitable_if_open(request, each) for each in others)
 
     # -- backfill -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,8 @@ class SimCluster:
         """Called with the writes to a restored store, and the wall time at which its backup began."""
         self.hosts_being_removed: set[str] = set()
         """Nodes that the owner removes and that then join again."""
+        self.drain_count_by_host: Counter[str] = Counter()
+        """Number of current faults that drain each node."""
         self._requests = 0
         self._tokens: dict[str, str] = {}
         """User tokens by tenant."""

@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from typing import TypeVar
 
 from genie.errors import GenieError
-from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota, UndrainNode
+from genie.model.messages import EmptyNode, Message, RemoveQuota, Request, SetQuota, UndrainNode
 from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
@@ -31,11 +32,15 @@ from genie.sim.outages import (
 from genie.sim.restores import restore_beside_old_controller, restore_store
 
 _log = logging.getLogger(__name__)
+_Reply = TypeVar("_Reply", bound=Message)
 
 _STORE_HANG_DURATION_FACTOR = 3.0
 _LONG_OUTAGES = frozenset(("isolate_node", "hang_agent"))
 """They last longer than it takes to reclaim jobs."""
 _CONTROLLER_STARTUP_TIME_S = 2.0
+_DRAINED_NODE_PAUSE_S = 8.0
+"""The node is suspect, and its jobs survive."""
+_DRAIN_AFTER_CRASH_S = 25.0
 QUOTA_TENANTS = ("red", "blue")
 """Tenants that get quotas."""
 CONTROLLER_FAULTS = ("restart_controller",)
@@ -71,12 +76,19 @@ RECOVERY_FAULTS = {
     "restore": restore_store,
     "restore_beside_old_controller": restore_beside_old_controller,
 }
+DRAIN_FAULTS = (
+    *("drain", "drain", "drain_paused_node", "pause_node", "crash_node"),
+    *("restart_controller", "fail_back", "lose_store", "lose_reply"),
+)
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     ("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart", "remove_node")
 )
 """Faults that may end the jobs of their node."""
 FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
-    ("cut_node", "cut_one_way", "isolate_node", "hang_agent", "pause_node", "freeze_node", "drift")
+    (
+        *("cut_node", "cut_one_way", "isolate_node", "hang_agent"),
+        *("pause_node", "freeze_node", "drift", "drain_paused_node"),
+    )
 )
 """Outages of a node: restartable jobs end at the dead-man time, all others go on."""
 FAULTS_ENDING_ALL_RESTARTABLE_JOBS = frozenset(("pause_controller",))
@@ -148,7 +160,7 @@ async def undo_owner_actions(cluster: SimCluster) -> None:
         await _send_request_ignoring_errors(cluster, RemoveQuota(tenant=tenant))
 
 
-async def _send_request_ignoring_errors(cluster: SimCluster, request: Request[Done]) -> None:
+async def _send_request_ignoring_errors(cluster: SimCluster, request: Request[_Reply]) -> None:
     """Send a request and ignore errors: it may have been applied already, with the reply lost."""
     with suppress(GenieError):
         await cluster.send_request(request)
@@ -208,10 +220,8 @@ async def _inject_and_end_fault(
             await _power_off_leader(cluster, duration_s, with_store=kind == "power_leader_and_store")
         case "lose_reply":
             cluster.lose_next_commit_reply(controller)
-        case "drain":
-            await _send_request_ignoring_errors(cluster, DrainNode(node_id=cluster.node_id(node)))
-            await asyncio.sleep(duration_s)
-            await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
+        case "drain" | "drain_paused_node":
+            await _drain_node(cluster, node, duration_s, while_paused=kind == "drain_paused_node")
         case "quota":
             gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
@@ -223,6 +233,43 @@ async def _inject_and_end_fault(
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _drain_node(cluster: SimCluster, node: str, duration_s: float, *, while_paused: bool) -> None:
+    if while_paused:
+        await _drain_paused_node(cluster, node, duration_s)
+    else:
+        await _start_drain(cluster, node)
+        await asyncio.sleep(duration_s)
+        await _end_drain(cluster, node)
+
+
+async def _drain_paused_node(cluster: SimCluster, node: str, duration_s: float) -> None:
+    """Drain a node that sends no heartbeats, and crash the leader before the node continues: the next leader
+    must move the jobs."""
+    cluster.world.pause_host(node, _DRAINED_NODE_PAUSE_S)
+    await asyncio.sleep(_DRAINED_NODE_PAUSE_S - 1.0)
+    await _start_drain(cluster, node)
+    leader = next((host for host in cluster.controller_hosts if cluster.is_leader(host)), None)
+    if leader is not None:
+        cluster.crash(leader)
+    await asyncio.sleep(duration_s)
+    if leader is not None:
+        cluster.restart(leader)
+    await asyncio.sleep(max(_DRAIN_AFTER_CRASH_S - duration_s, 0.0))
+    await _end_drain(cluster, node)
+
+
+async def _start_drain(cluster: SimCluster, node: str) -> None:
+    cluster.drain_count_by_host[node] += 1
+    await _send_request_ignoring_errors(cluster, EmptyNode(node_id=cluster.node_id(node)))
+
+
+async def _end_drain(cluster: SimCluster, node: str) -> None:
+    """Undrain a node, unless another fault drains it, too."""
+    cluster.drain_count_by_host[node] -= 1
+    if not cluster.drain_count_by_host[node]:
+        await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
 
 
 async def _change_gpus_of_node(

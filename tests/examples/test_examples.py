@@ -45,6 +45,7 @@ SCHEDULER_LINES_MAX = 60
 RUN_HERE = {
     "basic_client.py",
     "consensus/raft.py",
+    "failover/recovery_manager.py",
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/ray/test_cluster.py
     "grid/setup_cluster.py",  # tests/grid/ray/test_cluster.py
@@ -143,6 +144,17 @@ def test_raft_example_names_the_missing_program(monkeypatch: pytest.MonkeyPatch)
     done = run_example("consensus/raft.py")
     assert done.returncode == 1
     assert "Debian: apt install etcd-server" in done.stderr
+
+
+def test_recovery_manager_resumes_a_job_after_a_drain_and_the_loss_of_a_node() -> None:
+    done = run_example("failover/recovery_manager.py", timeout_s=85)
+    assert (done.returncode, done.stderr) == (0, "")
+    resumed = re.findall(r"training on (a[12]) from step (\d+)", done.stdout)
+    assert [node for node, _ in resumed] == ["a1", "a2", "a1"], done.stdout
+    steps = [int(step) for _, step in resumed]
+    assert steps[0] == 0 < steps[1] <= steps[2]
+    assert "queued: moved from a1: draining (maintenance)" in done.stdout
+    assert "the job has succeeded" in done.stdout
 
 
 def test_multimodal_rejects_zero_steps() -> None:

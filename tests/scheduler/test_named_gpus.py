@@ -225,7 +225,8 @@ def test_job_behind_a_reservation_has_its_own_reason() -> None:
     harness.submit("late")
     assert harness.pending("first").reason == "waiting for resources on n (reserved for this job)"
     assert (
-        harness.pending("drained").reason == "no suitable node: shut: draining; n: has 2 GPUs; m: has 1 GPU"
+        harness.pending("drained").reason
+        == "only node shut matches, but it accepts no jobs (draining); n: has 2 GPUs; m: has 1 GPU"
     )
     assert harness.pending("lonely").reason == "no job named nobody is running"
     assert (

@@ -34,6 +34,7 @@ from genie.controller.jobs.space import JobSpace
 from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
+from genie.controller.nodes.drains import NodeDrains
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError, TokenRefusedError
@@ -84,6 +85,22 @@ def _plant_rows_that_cannot_be_ended(patch: pytest.MonkeyPatch) -> None:
 def _plant_forgotten_requests(patch: pytest.MonkeyPatch) -> None:
     """A repeated submission creates another job."""
     patch.setattr(JobSubmission, "find_by_request_id", lambda self, tenant, request_id: None)
+
+
+def _plant_drain_forgotten_by_the_next_leader(patch: pytest.MonkeyPatch) -> None:
+    """Only the controller that handled the request moves the jobs of the node."""
+    handled_by: dict[str, NodeDrains] = {}
+    real_set_drain, real_jobs_on_node = NodeDrains._set_drain, NodeDrains._jobs_on_node
+
+    async def set_drain(self: NodeDrains, node_id: str, *args: Any, **options: Any) -> None:
+        await real_set_drain(self, node_id, *args, **options)
+        handled_by[node_id] = self
+
+    def jobs_on_node(self: NodeDrains, node_id: str) -> Iterator[Job]:
+        return real_jobs_on_node(self, node_id) if handled_by.get(node_id) is self else iter(())
+
+    patch.setattr(NodeDrains, "_set_drain", set_drain)
+    patch.setattr(NodeDrains, "_jobs_on_node", jobs_on_node)
 
 
 # -- limits -----------------------------------------------------------------------------------------
@@ -320,6 +337,13 @@ DEFECTS = {
         _plant_rows_that_cannot_be_ended, "hostile", ("store_oversized_job",), (0,), "held without a process"
     ),
     "forgotten requests": Defect(_plant_forgotten_requests, "store", ("lose_reply",), (1,), "submissions"),
+    "drain forgotten by the next leader": Defect(
+        _plant_drain_forgotten_by_the_next_leader,
+        "drain",
+        ("drain_paused_node",),
+        (4, 16),
+        "is still on the draining node",
+    ),
     "forgotten requests, duplicated frames": Defect(
         _plant_forgotten_requests, "network", ("duplicate",), (1,), "submissions"
     ),

@@ -23,6 +23,7 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
+from genie.sim.drain_checker import DrainChecker
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -54,6 +55,7 @@ _FAULTS_REMOVING_CAPACITY = ("change_gpus", "quota", "remove_node")
 """Prefixes of the kinds of faults that leave too few accelerators for some jobs."""
 _REPLY_TIME_S_MAX = 10.0
 """Maximum time of a request, with its retries, while nothing fails: a timeout (5 s) and a second attempt."""
+_JOB_GRACE_S = 3.0
 _JOB_TIME_LIMIT_S = 3000.0
 """Longer than any run, and shorter than a step of the clock."""
 # A machine with a limit of about 350 open files: a hostile tenant can reach it within 20 s.
@@ -80,6 +82,9 @@ class ScenarioKind:
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
     job_duration_s_max: float = 10.0
+    fault_duration_s_max: float = FAULT_DURATION_S_MAX
+    restartable_share: float = 0.5
+    """Fraction of the innocent tenant's jobs that are restartable."""
 
 
 SCENARIO_KINDS = {
@@ -109,6 +114,16 @@ SCENARIO_KINDS = {
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
+    ),
+    "drain": ScenarioKind(
+        fault_injector.DRAIN_FAULTS,
+        controllers=2,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        fault_injection_s=60.0,
+        job_duration_s_max=30.0,
+        fault_duration_s_max=20.0,
+        mean_fault_interval_s=8.0,
+        restartable_share=0.7,
     ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
@@ -158,8 +173,10 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
         checker, innocent = make_invariant_checkers(cluster, node_ttl_s=kind.node_ttl_s)
         restores = RestoreChecker(cluster, checker, innocent)
+        drains = DrainChecker(cluster, checker)
         await cluster.start()
         await cluster.wait_for_nodes()
+        cluster.store.add_commit_listener(drains.on_store_commit)
         cluster.store.add_commit_listener(checker.on_store_commit)
         rate = RequestRateChecker(
             cluster.world,
@@ -173,6 +190,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             group.create_task(each)
             for each in (
                 checker.check_periodically(),
+                drains.check_periodically(),
                 rate.check_periodically(),
                 leadership.check_periodically(),
                 _check_store_space_periodically(cluster),
@@ -180,14 +198,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
         ]
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, restores, kind))
-            end_s = cluster.world.now_s + _SCENARIO_S_MAX
-            while not running.done() and not cluster.machines.violations:
-                await asyncio.wait({running}, timeout=1.0)
-                if cluster.world.now_s > end_s:
-                    pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
-                    cluster.machines.report_violation(
-                        f"jobs have not ended after {_SCENARIO_S_MAX:g} s: {pending}"
-                    )
+            await _wait_for_end_or_violation(running, cluster, checker)
             running.cancel()
             await asyncio.wait({running})
         for task in watching:
@@ -211,6 +222,18 @@ def make_invariant_checkers(
     return checker, innocent
 
 
+async def _wait_for_end_or_violation(
+    running: asyncio.Task[None], cluster: SimCluster, checker: InvariantChecker
+) -> None:
+    """Jobs that take too long are a violation, too."""
+    end_s = cluster.world.now_s + _SCENARIO_S_MAX
+    while not running.done() and not cluster.machines.violations:
+        await asyncio.wait({running}, timeout=1.0)
+        if cluster.world.now_s > end_s:
+            pending = [job.reason for job in checker.current_jobs.values() if not job.state.is_final]
+            cluster.machines.report_violation(f"jobs have not ended after {_SCENARIO_S_MAX:g} s: {pending}")
+
+
 async def _run_jobs(
     cluster: SimCluster, checker: InvariantChecker, restores: RestoreChecker, kind: ScenarioKind
 ) -> None:
@@ -221,7 +244,7 @@ async def _run_jobs(
             duration_s=kind.fault_injection_s,
             mean_interval_s=kind.mean_fault_interval_s,
             kinds=kind.faults,
-            fault_duration_s_max=FAULT_DURATION_S_MAX,
+            fault_duration_s_max=kind.fault_duration_s_max,
         )
         await fault_injector.undo_owner_actions(cluster)
         job_ids = set(await submitting) - restores.lost_job_ids
@@ -273,13 +296,16 @@ async def _submit_innocent_jobs(
         for _ in range(JOB_COUNT):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
-            is_restartable = rng.random() < 0.5
+            is_restartable = rng.random() < kind.restartable_share
             spec = JobSpec(
                 name=INNOCENT_TENANT,
                 command=("simulated",),
                 resources=Resources(gpus=1),
                 constraints=PlacementConstraints(
-                    workers=workers, time_limit_s=_JOB_TIME_LIMIT_S, preemptible=is_restartable
+                    workers=workers,
+                    time_limit_s=_JOB_TIME_LIMIT_S,
+                    preemptible=is_restartable,
+                    grace_s=_JOB_GRACE_S,
                 ),
             )
             try:

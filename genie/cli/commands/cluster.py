@@ -1,4 +1,4 @@
-"""Commands that start and stop a cluster (up, join, down) and manage its nodes (drain, undrain, forget).
+"""Commands that start and stop a cluster (up, join, down) and remove a node (forget).
 
 In the foreground, `up` and `join` supervise their processes and stop them at Ctrl-C. With `--detach` they
 start themselves in the background, wait until the background process is ready, and return. The processes
@@ -235,7 +235,7 @@ def forget(
 
     Fails while the node is connected. To rejoin, the machine needs a new join token.
     """
-    _send_node_request(invocation, node_id, lambda client: client.forget_node(node_id))
+    send_node_request(invocation, node_id, lambda client: client.forget_node(node_id))
     output.write_line(f"{node_id}: removed")
     output.print_message(
         f"jobs may still be running on {node_id} if it is only isolated; they end when it is rejected, "
@@ -243,35 +243,10 @@ def forget(
     )
 
 
-@command(app, "drain", example='genie drain gpu-box-3 --reason "new fans on Friday"')
-def drain(
-    invocation: Invocation,
-    *,
-    node_id: NodeIdArgument,
-    reason: Annotated[
-        str,
-        typer.Option("--reason", metavar="TEXT", help="Reason; shown by 'genie nodes' and for pending jobs."),
-    ] = "",
-) -> None:
-    """Stop placing jobs on a node; running jobs continue. Lasts until 'genie undrain'."""
-    _send_node_request(invocation, node_id, lambda client: client.drain_node(node_id, reason=reason))
-    output.write_line(f"{node_id}: draining; running jobs continue")
-
-
-@command(app, "undrain", example="genie undrain gpu-box-3")
-def undrain(
-    invocation: Invocation,
-    *,
-    node_id: NodeIdArgument,
-) -> None:
-    """Resume placing jobs on a draining or drained node."""
-    _send_node_request(invocation, node_id, lambda client: client.undrain_node(node_id))
-    output.write_line(f"{node_id}: accepting work again")
-
-
-def _send_node_request(
+def send_node_request(
     invocation: Invocation, node_id: str, send: Callable[[ClusterClient], Awaitable[None]]
 ) -> None:
+    """Send a request about a node, after a check of its ID."""
     from genie.cluster.client import open_client
     from genie.model.names import validate_node_id
 

@@ -77,7 +77,7 @@ def nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List nodes and accelerators, and the jobs that use them."""
     views = asyncio.run(_fetch_nodes(invocation.load_settings()))
     if as_json:
-        output.write_json({"nodes": [output.struct_to_json(view) for view in views]})
+        output.write_json({"nodes": [_node_to_json(view) for view in views]})
         return
     write_node_and_gpu_tables(views)
 
@@ -128,6 +128,31 @@ async def _fetch_nodes(settings: Settings) -> tuple[NodeView, ...]:
         return await client.nodes()
 
 
+def _node_to_json(view: NodeView) -> dict[str, object]:
+    """Return the fields of the node, with its drain as an object: null if it accepts jobs."""
+    drain: dict[str, object] | None = None
+    if view.drained:
+        jobs_left = count_jobs_left(view)
+        drain = {
+            "state": "draining" if jobs_left else "drained",
+            "reason": view.drained.partition(": ")[2],
+            "jobs_left": jobs_left,
+        }
+    return output.struct_to_json(view) | {"drain": drain}
+
+
+def job_ids_on_node(view: NodeView) -> list[str]:
+    """Return the IDs of the jobs on the node, except hidden ones of other tenants."""
+    from genie.model.job import parse_worker_name
+
+    return sorted({parse_worker_name(hold.job_id)[0] for hold in view.node_holds.holds if hold.job_id})
+
+
+def count_jobs_left(view: NodeView) -> int:
+    """Return the number of jobs on the node. Each worker of another tenant counts, if its job is hidden."""
+    return len(job_ids_on_node(view)) + sum(not hold.job_id for hold in view.node_holds.holds)
+
+
 def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
     info = view.info
     return (
@@ -146,7 +171,8 @@ def _format_node_status(view: NodeView) -> str:
     from genie.model.node import NodeStatus
 
     if view.info.status is NodeStatus.HEALTHY and view.drained:
-        return _format_drain_state(view).partition(":")[0]
+        state, jobs_left = _format_drain_state(view).partition(":")[0], count_jobs_left(view)
+        return f"{state}, {format_count(jobs_left, 'job')} left" if jobs_left else state
     return view.info.status.value
 
 

@@ -21,6 +21,7 @@ from genie.controller.jobs.outcomes import (
     final_state_of_job,
     final_state_of_worker,
     is_current_placement,
+    requeue_reason,
     stopping_reason,
 )
 from genie.controller.jobs.transitions import JobTransitions
@@ -176,7 +177,7 @@ class JobLifecycle:
                 txn.put(self._ledger.jobs, job.job_id, job)
         elif job.stop is StopReason.PREEMPT:
             job = msgspec.structs.replace(job, exit_code=None)
-            self._transitions.stage_requeue(txn, job, f"was preempted: {stopping_reason(job)}")
+            self._transitions.stage_requeue(txn, job, requeue_reason(stopping_reason(job)))
         elif can_be_requeued_after_end(job, placements):
             why = full_reason if is_first_failure else stopping_reason(job)
             if job.spec.is_restartable:

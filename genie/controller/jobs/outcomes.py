@@ -11,6 +11,7 @@ from genie.model.job import CLIENT_LOST_EXIT_CODE, Job, JobKind, JobState, Place
 from genie.model.messages import ExitReport
 
 STOPPING_PREFIX = "being stopped: "
+_MOVING_PREFIX = "moving from "
 
 
 def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
@@ -24,6 +25,20 @@ def is_current_placement(job: Job, rank: int, node_id: str, epoch: int) -> bool:
 def stopping_reason(job: Job) -> str:
     """Why a running job is being stopped."""
     return job.reason.removeprefix(STOPPING_PREFIX)
+
+
+def reason_of_move(node_id: str, drain_status: str) -> str:
+    """Why a job is moved, as `moving from a1: draining (new fans)`."""
+    state, colon, reason = drain_status.partition(": ")
+    return f"{_MOVING_PREFIX}{node_id}: {state}{f' ({reason})' if colon else ''}"
+
+
+def requeue_reason(why_stopped: str) -> str:
+    """Why a job is queued again that was stopped for another job, or that is moved. Moves are recognized by
+    their text: another StopReason could not be read by controllers of earlier versions."""
+    if why_stopped.startswith(_MOVING_PREFIX):
+        return f"moved from {why_stopped.removeprefix(_MOVING_PREFIX)}"
+    return f"was preempted: {why_stopped}"
 
 
 def failed_because_of_node(job: Job, report: ExitReport) -> bool:

@@ -1,8 +1,8 @@
-"""The protocol with agents: registration, heartbeats, launches, kills, drains and removal.
+"""The protocol with agents: registration, heartbeats, launches, kills and removal.
 
 Every heartbeat compares the jobs that the agent runs with the ledger: a process without a hold is killed,
-a hold without a process is released. The failure detector is in membership.py, state changes of jobs are in
-jobs/lifecycle.py.
+a hold without a process is released. The failure detector is in membership.py, drains are in drains.py, state
+changes of jobs are in jobs/lifecycle.py.
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ from genie.errors import (
     GenieError,
     LeadershipError,
     NodeError,
-    NodeNotFoundError,
     NodeUnfitError,
     ProtocolError,
     StoreError,
     TransportError,
     UnreachableError,
-    UsageError,
 )
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_name
 from genie.model.messages import (
     ConfirmLaunch,
     Done,
-    DrainNode,
     ExecutorReady,
     ExitReport,
     Heartbeat,
@@ -63,13 +60,10 @@ from genie.model.messages import (
     Registered,
     RemoveNode,
     RunningJob,
-    UndrainNode,
 )
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
-
-DRAIN_REASON_CHARS_MAX = 200
 
 ORDER_TIMEOUT_S = 5.0
 # One heartbeat may have been in flight while the launch was confirmed; two cannot.
@@ -131,8 +125,6 @@ class Agents:
             Heartbeat: self.heartbeat,
             Leave: self.leave,
             RemoveNode: self.remove_node,
-            DrainNode: self.drain_node,
-            UndrainNode: self.undrain_node,
             ConfirmLaunch: self.confirm_launch,
             ExecutorReady: self.executor_ready,
         }
@@ -155,9 +147,11 @@ class Agents:
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
-            before = self._ledger.nodes.get(node_id)
-            drain_status = before.drain_status if before is not None else ""
-            txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drain_status=drain_status))
+            before = self._ledger.nodes.get(node_id) or record
+            kept = msgspec.structs.replace(
+                record, drain_status=before.drain_status, moves_jobs=before.moves_jobs
+            )
+            txn.put(self._ledger.nodes, node_id, kept)
             if node_id not in self._ledger.holds:
                 txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
 
@@ -405,42 +399,6 @@ class Agents:
                 "heartbeat",
                 hint=f"try again in {math.ceil(left_s)} s",
             )
-
-    async def drain_node(self, connection: Connection, request: DrainNode) -> Done:
-        """Drain a node. The latest reason counts; without one, the previous reason stays."""
-        reason = request.reason.strip()
-        if len(reason) > DRAIN_REASON_CHARS_MAX or not reason.isprintable():
-            raise UsageError(f"the reason must be one line of at most {DRAIN_REASON_CHARS_MAX} characters")
-        if reason:
-            await self._set_drain_status(request.node_id, f"draining: {reason}")
-        else:
-            await self._set_drain_status(request.node_id, "draining", unless_drained=True)
-        return Done()
-
-    async def undrain_node(self, connection: Connection, request: UndrainNode) -> Done:
-        await self._set_drain_status(request.node_id, "")
-        return Done()
-
-    async def _set_drain_status(
-        self, node_id: str, drain_status: str, *, unless_drained: bool = False
-    ) -> None:
-        def build(txn: Transaction) -> None:
-            record = self._ledger.nodes.get(node_id)
-            if record is None:
-                raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
-            kept = record.drain_status if unless_drained else ""
-            txn.put(
-                self._ledger.nodes,
-                node_id,
-                msgspec.structs.replace(record, drain_status=kept or drain_status),
-            )
-
-        await self._ledger.write(build)
-        if drain_status:
-            _log.info("node %s is %s", node_id, drain_status)
-        else:
-            _log.info("node %s accepts jobs again", node_id)
-        self._wake()
 
     def _is_reclaimable(self, record: NodeRecord) -> bool:
         now_s = self._clock.monotonic_s()

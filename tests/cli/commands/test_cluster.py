@@ -1,4 +1,4 @@
-"""up, join, down, drain and forget: errors, and behaviour with real processes."""
+"""up, join, down and forget: errors, and behaviour with real processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ from genie.errors import NodeError, NodeNotFoundError
 from genie.model.job import JobState, Placement
 from genie.model.messages import (
     Done,
-    DrainNode,
     GetStatus,
     JobsReply,
     ListJobs,
     ListNodes,
     NodesReply,
     RemoveNode,
-    UndrainNode,
 )
 from genie.supervisor.local_cluster import find_running_cluster
 from tests.cli.conftest import CommandOutcome
@@ -156,15 +154,6 @@ def test_forget_shows_the_reason_of_a_rejection(genie, controller, error) -> Non
     ran = genie("forget", "box")
     assert (ran.code, ran.out) == (1, "")
     assert error.message in ran.err
-
-
-def test_drain_and_undrain_a_node(genie, controller) -> None:
-    controller.replies |= {DrainNode: Done(), UndrainNode: Done()}
-    assert genie("drain", "box", "--reason", "new fans")[:2] == (0, "box: draining; running jobs continue\n")
-    assert genie("undrain", "box")[:2] == (0, "box: accepting work again\n")
-    assert controller.requests == [DrainNode(node_id="box", reason="new fans"), UndrainNode(node_id="box")]
-    for name in ("drain", "undrain"):
-        assert genie(name, "../box").code == 2
 
 
 def test_forget_accepts_only_node_ids(genie, controller) -> None:

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from genie.model.allocation import NodeHolds
+from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply
 from tests.cli.sample_messages import make_node_view, make_status_reply
 
@@ -77,7 +77,7 @@ def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> N
     busy = msgspec.structs.replace(make_node_view(), drained="draining: new fans")
     controller.replies[ListNodes] = NodesReply(nodes=(busy,))
     assert "draining: new fans" in genie("nodes").out
-    assert genie("nodes").out.splitlines()[1].split()[1] == "draining"
+    assert " draining, 1 job left " in genie("nodes").out.splitlines()[1]
     empty = msgspec.structs.replace(busy, node_holds=NodeHolds(node_id="box"))
     controller.replies[ListNodes] = NodesReply(nodes=(empty,))
     assert "drained: new fans" in genie("nodes").out
@@ -88,6 +88,35 @@ def test_a_node_is_draining_until_its_last_job_has_ended(genie, controller) -> N
     accepting = msgspec.structs.replace(empty, drained="")
     controller.replies[ListNodes] = NodesReply(nodes=(accepting,))
     assert "drained" not in genie("nodes").out
+
+
+def test_jobs_left_on_a_draining_node_are_counted_once_per_job(genie, controller) -> None:
+    holds = [
+        Hold(job_id=worker, tenant="t", epoch=1, incarnation=1)
+        for worker in ("j7.0", "j7.1", "j8", "")  # the last one is of another tenant
+    ]
+    busy = msgspec.structs.replace(
+        make_node_view(), drained="draining", node_holds=NodeHolds(node_id="box", holds=tuple(holds))
+    )
+    controller.replies[ListNodes] = NodesReply(nodes=(busy,))
+    assert " draining, 3 jobs left " in genie("nodes").out
+
+
+def test_json_of_nodes_has_the_drain_state(genie, controller) -> None:
+    def drain_in_json(drained: str, *, is_empty: bool) -> object:
+        view = msgspec.structs.replace(make_node_view(), drained=drained)
+        if is_empty:
+            view = msgspec.structs.replace(view, node_holds=NodeHolds(node_id="box"))
+        controller.replies[ListNodes] = NodesReply(nodes=(view,))
+        return json.loads(genie("nodes", "--json").out)["nodes"][0]["drain"]
+
+    assert drain_in_json("draining: new fans", is_empty=False) == {
+        "state": "draining",
+        "reason": "new fans",
+        "jobs_left": 1,
+    }
+    assert drain_in_json("draining", is_empty=True) == {"state": "drained", "reason": "", "jobs_left": 0}
+    assert drain_in_json("", is_empty=False) is None
 
 
 def test_unavailable_accelerator_shows_the_reason(genie, controller) -> None:
