@@ -14,8 +14,8 @@ from genie.model.messages import RemoveNode
 from genie.sim.cluster import SimCluster
 
 _ISOLATION_AFTER_REMOVAL_S_MAX = 5.0
-_JOBS_END_TIMEOUT_S = 60.0
-"""After the node has reached a controller again: discovery, and the grace period of its jobs."""
+_JOBS_END_TIMEOUT_S = 20.0
+"""For the node to reach a controller again, and for the grace period of its jobs."""
 _RETRY_INTERVAL_S = 0.5
 
 
@@ -57,10 +57,22 @@ async def _remove_node(cluster: SimCluster, node_id: str) -> None:
 
 async def _wait_until_jobs_have_ended(cluster: SimCluster, host: str) -> None:
     deadline_s = cluster.world.now_s + _JOBS_END_TIMEOUT_S
-    while processes := cluster.machines.live_processes(host):
-        if not cluster.is_up(host) or cluster.world.is_paused(host) or not cluster.leader:
+    while processes := [
+        one for one in cluster.machines.live_processes(host) if one.survives_sigkill_until_s is None
+    ]:
+        if not _can_reach_leader(cluster, host):
             deadline_s = cluster.world.now_s + _JOBS_END_TIMEOUT_S
         if cluster.world.now_s > deadline_s:
             cluster.machines.report_violation(f"jobs of a removed node still run: {processes}")
             return
         await asyncio.sleep(_RETRY_INTERVAL_S)
+
+
+def _can_reach_leader(cluster: SimCluster, host: str) -> bool:
+    """Whether the agent of this host runs and no fault separates it from the leader."""
+    world = cluster.world
+    leader = next((each for each in cluster.controller_hosts if cluster.is_leader(each)), None)
+    if leader is None or not cluster.is_up(host):
+        return False
+    is_any_cut = world.is_link_cut(host, leader) or world.is_link_cut(leader, host)
+    return not is_any_cut and not world.is_paused(host) and not world.is_paused(leader)

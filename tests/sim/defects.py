@@ -349,21 +349,21 @@ DEFECTS = {
         _plant_dead_man_time_below_discovery,
         "power",
         ("power_leader_and_store",),
-        (1, 5),
+        (0, 2),
         "without a fault",
     ),
     "standby that waits for its store": Defect(
-        _plant_standby_that_waits_for_its_store, "power", ("hang_store",), (2, 4), "without a fault"
+        _plant_standby_that_waits_for_its_store, "power", ("hang_store",), (1, 3), "without a fault"
     ),
     "early reclaim": Defect(_plant_early_reclaim, "outage", ("isolate_node",), (0, 1), "without a fault"),
     "missing dead-man timer": Defect(
         _plant_missing_dead_man_timer, "outage", ("isolate_node",), (0, 1), "of another epoch"
     ),
     "dead-man timer for all jobs": Defect(
-        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (0, 1), "without a fault"
+        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (0, 2), "without a fault"
     ),
     "jobs ended without a leader": Defect(
-        _plant_jobs_ended_without_a_leader, "power", ("hang_store",), (0, 1), "without a fault"
+        _plant_jobs_ended_without_a_leader, "power", ("hang_store",), (1, 3), "without a fault"
     ),
     "lost jobs that are not queued again": Defect(
         _plant_lost_jobs_that_are_not_queued_again,

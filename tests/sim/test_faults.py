@@ -50,7 +50,9 @@ async def _run_scenario(
     kinds: tuple[str, ...] = fault_injector.MIXED_FAULTS,
     controllers: int = 1,
     node_ttl_s: float = CONTROLLER_CONFIG.node_ttl_s,
+    preemptible: bool | None = None,
 ) -> ScenarioOutcome:
+    """`preemptible`: whether jobs are; None for half of them."""
     async with asyncio.TaskGroup() as group:
         config = replace(CONTROLLER_CONFIG, node_ttl_s=node_ttl_s)
         cluster = SimCluster(
@@ -64,7 +66,8 @@ async def _run_scenario(
             for _ in range(JOBS):
                 await asyncio.sleep(world.random.uniform(0.1, 3.0))
                 gpus, seconds = world.random.choice((1, 1, 2)), world.random.uniform(1, 20)
-                ids.append(await cluster.submit(gpus=gpus, seconds=seconds))
+                is_restartable = world.random.random() < 0.5 if preemptible is None else preemptible
+                ids.append(await cluster.submit(gpus=gpus, seconds=seconds, preemptible=is_restartable))
             return ids
 
         submitting = group.create_task(submit_all())
@@ -92,6 +95,18 @@ def test_faults_with_two_controllers_cause_no_overallocation(seed: int, tmp_path
     assert loop.run_simulated(_run_scenario(seed, tmp_path, controllers=2)).violations == []
 
 
+@pytest.mark.parametrize("seed", seed_parameters([300], long=[301, 302]))
+def test_jobs_that_cannot_be_restarted_survive_outages_and_restartable_jobs_run_again(
+    seed: int, tmp_path: Path
+) -> None:
+    kinds = ("isolate_node", "hang_agent", "freeze_node", "restart_controller")
+    outcome = loop.run_simulated(_run_scenario(seed, tmp_path, kinds=kinds, node_ttl_s=10.0))
+    assert outcome.violations == []
+    assert {job.state for job in outcome.jobs.values()} == {JobState.SUCCEEDED}
+    assert any(job.earlier for job in outcome.jobs.values()), "a restartable job has run again"
+    assert all(job.spec.is_restartable or not job.earlier for job in outcome.jobs.values())
+
+
 @pytest.mark.parametrize("seed", seed_parameters([200], long=[201, 202]))
 def test_running_jobs_survive_controller_restarts(seed: int, tmp_path: Path) -> None:
     outcome = loop.run_simulated(_run_scenario(seed, tmp_path, kinds=fault_injector.CONTROLLER_FAULTS))
@@ -106,12 +121,16 @@ def test_equal_seeds_give_equal_runs(tmp_path: Path) -> None:
     assert summary("one") == summary("two")
 
 
-def _any_seed_violates(tmp_path: Path, kinds: tuple[str, ...], *, likely: int = 0) -> bool:
+def _any_seed_violates(
+    tmp_path: Path, kinds: tuple[str, ...], *, likely: int = 0, preemptible: bool | None = None
+) -> bool:
     """`likely` is tried first: it is known to violate. The time to live of nodes is short, so that some jobs
     run longer."""
 
     def violates(seed: int) -> bool:
-        scenario = _run_scenario(seed, tmp_path / str(seed), kinds=kinds, node_ttl_s=10.0)
+        scenario = _run_scenario(
+            seed, tmp_path / str(seed), kinds=kinds, node_ttl_s=10.0, preemptible=preemptible
+        )
         return bool(loop.run_simulated(scenario).violations)
 
     return any(violates(seed) for seed in (likely, *(seed for seed in range(20) if seed != likely)))
@@ -129,7 +148,7 @@ def test_simulation_detects_a_dead_man_timer_that_is_too_long(
 ) -> None:
     monkeypatch.setattr(heartbeats, "LEASE_TTL_SHARE", 5.0)
     monkeypatch.setattr(NodeJobs, "_why_accelerators_not_free", lambda self, launch: "")
-    assert _any_seed_violates(tmp_path, ("cut_node",), likely=9)
+    assert _any_seed_violates(tmp_path, ("cut_node",), likely=9, preemptible=True)
 
 
 def test_simulation_detects_an_agent_that_starts_before_the_previous_job_ended(
