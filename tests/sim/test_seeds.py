@@ -1,4 +1,4 @@
-"""400 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
+"""360 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.sim.run import try_seed
 from tests.sim.scenario import SCENARIO_KINDS
 from tests.sim.seeds import seed_parameters
 
-SEEDS_OF_KIND = 50
+SEEDS_OF_KIND = 40
 _CHUNK = 10
 
 
