@@ -29,6 +29,7 @@ from genie.sim.invariants import (
     LeadershipChecker,
     RequestRateChecker,
 )
+from genie.sim.locks import LockInvariantChecker, SimLockClient
 from genie.sim.world import CpuCost
 
 _Reply = TypeVar("_Reply")
@@ -76,6 +77,8 @@ class ScenarioKind:
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
     job_duration_s_max: float = 10.0
+    jobs: int = JOB_COUNT
+    lock_clients: int = 0
 
 
 SCENARIO_KINDS = {
@@ -89,6 +92,9 @@ SCENARIO_KINDS = {
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
+    ),
+    "locks": ScenarioKind(
+        fault_injector.LOCK_FAULTS, controllers=2, fault_injection_s=40.0, jobs=0, lock_clients=4
     ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
@@ -185,6 +191,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
     async with asyncio.TaskGroup() as group:
         submitting = group.create_task(_submit_innocent_jobs(cluster, kind))
+        locking = _start_lock_clients(cluster, group, count=kind.lock_clients)
         await fault_injector.inject_faults(
             cluster,
             duration_s=kind.fault_injection_s,
@@ -193,11 +200,23 @@ async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: Scenar
             fault_duration_s_max=FAULT_DURATION_S_MAX,
         )
         await fault_injector.undo_owner_actions(cluster)
+        for client in locking:
+            client.stop()
         job_ids = await submitting
     await _wait_until_nothing_is_held(cluster, checker, job_ids)
     stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT_TENANT}
     if stored != set(job_ids):
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
+
+
+def _start_lock_clients(cluster: SimCluster, group: asyncio.TaskGroup, *, count: int) -> list[SimLockClient]:
+    if not count:
+        return []
+    checker = LockInvariantChecker(cluster)
+    clients = [SimLockClient(cluster, checker, number=number) for number in range(count)]
+    for client in clients:
+        group.create_task(client.run())
+    return clients
 
 
 async def _await_reply_in_time(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply:
@@ -237,7 +256,7 @@ async def _submit_innocent_jobs(cluster: SimCluster, kind: ScenarioKind) -> list
         PutBlob(digest=digest, offset=0, data=_INNOCENT_WORKDIR, is_last=True), token=token
     )
     async with asyncio.TaskGroup() as readers:
-        for _ in range(JOB_COUNT):
+        for _ in range(kind.jobs):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
             spec = JobSpec(
