@@ -70,6 +70,10 @@ TIME_FAULTS = (
 STORE_FAULTS = (
     *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),
 )
+LOCK_FAULTS = (
+    *("restart_controller", "pause_controller", "step_controller", "lose_store", "lose_reply"),
+    *("slow_store", "hang_store"),
+)
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
 RECOVERY_FAULTS = {
     **CLUSTER_FAULTS,

@@ -4,81 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
 import genie
 from genie.cluster import init
-from genie.cluster.lifecycle.loop_thread import LoopThread
 from genie.errors import DeadlineError, GenieError, LockLostError, NotInitializedError, UsageError
-from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, LockView
-from tests.controller.running_controller import RunningController, running_controller
-from tests.waiting import TIMEOUT_S, until, wait_until
+from tests.cluster.locking_controller import LockingController
+from tests.waiting import until, wait_until
 
-_T = TypeVar("_T")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "coordination" / "distributed_locks.py"
+EXAMPLE_LINES_MAX = 80
 TTL_S = 1.0
 """The shortest one."""
-
-
-class LockingController:
-    """The controller, and another client of it. Calls block the thread of the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._thread = LoopThread(name="test-controller")
-        self._is_running = threading.Event()
-        self._stop: asyncio.Event | None = None
-        self.running: RunningController | None = None
-
-    def __enter__(self) -> LockingController:
-        self._thread.start(self._serve)
-        assert self._is_running.wait(TIMEOUT_S)
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._thread.cancel_main_task()
-        assert self._thread.join(timeout_s=TIMEOUT_S)
-
-    async def _serve(self) -> None:
-        async with running_controller(self._folder) as self.running:
-            self._is_running.set()
-            await asyncio.Event().wait()
-
-    def run(self, work: Callable[[RunningController], Coroutine[Any, Any, _T]]) -> _T:
-        assert self.running is not None
-        running = self.running
-        return self._thread.submit(lambda: work(running)).result(TIMEOUT_S)
-
-    def list_locks(self) -> list[LockView]:
-        async def ask(running: RunningController) -> list[LockView]:
-            async with running.client() as client:
-                return list((await client.ask(ListLocks())).locks)
-
-        return self.run(ask)
-
-    def break_lock(self, name: str) -> None:
-        async def ask(running: RunningController) -> None:
-            async with running.client() as client:
-                await client.ask(BreakLock(tenant="default", name=name))
-
-        self.run(ask)
-
-    def hold_as_another_client(self, name: str, *, ttl_s: float = 60.0) -> int:
-        """Return the fencing token; 0 if another client holds the lock."""
-
-        async def ask(running: RunningController) -> int:
-            async with running.client() as client:
-                request = AcquireLock(
-                    name=name, acquisition_id=os.urandom(8).hex(), holder="another client", ttl_s=ttl_s
-                )
-                return (await client.ask(request)).fencing_token
-
-        return self.run(ask)
 
 
 @pytest.fixture
@@ -314,3 +257,19 @@ def test_a_forked_child_does_not_hold_the_lock(controller: LockingController) ->
         os.close(read_end)
         os.close(write_end)
         assert lock.is_held
+
+
+# --- the example ------------------------------------------------------------------------------
+
+
+def test_the_example_shows_that_storage_rejects_a_stale_token(controller: LockingController) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["first: has the lock", "second: has the lock", "second: wrote"]
+    assert lines[3].startswith("first: the write was rejected: token ")
+    assert lines[4].startswith("first: lost lock 'distributed-locks-example'")
+    assert lines[5:] == ["storage: written by second"]
+    assert len(EXAMPLE.read_text().splitlines()) <= EXAMPLE_LINES_MAX

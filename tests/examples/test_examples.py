@@ -46,6 +46,7 @@ RUN_HERE = {
     "basic_client.py",
     "consensus/raft.py",
     "failover/recovery_manager.py",
+    "coordination/distributed_locks.py",  # tests/cluster/test_locks.py
     "gpu_server.py",
     "grid/batch_gpu_tasks.py",  # tests/grid/ray/test_cluster.py
     "grid/setup_cluster.py",  # tests/grid/ray/test_cluster.py

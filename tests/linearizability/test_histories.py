@@ -73,7 +73,7 @@ class Clients:
                 self._stopping.set()
 
     async def wait_for_steps(self, count: int) -> None:
-        """Wait until each client has done so many more rounds."""
+        """Wait until each client has done `count` more rounds."""
         targets = [(client, client.steps + count) for client in self._clients]
         await until(lambda: all(client.steps >= target for client, target in targets), timeout_s=60)
 

@@ -24,6 +24,7 @@ import pytest
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
+from genie.cluster.lock_lease import LockLease
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs import lifecycle
@@ -32,7 +33,8 @@ from genie.controller.jobs.index import JobIndex
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.space import JobSpace
 from genie.controller.jobs.submission import JobSubmission
-from genie.controller.ledger import Ledger
+from genie.controller.ledger import Ledger, Transaction
+from genie.controller.locks.lock_table import LockTable
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.drains import NodeDrains
 from genie.controller.request_limits import RequestLimits, TokenUsage
@@ -41,6 +43,7 @@ from genie.errors import StoreFullError, TokenRefusedError
 from genie.hardware.host import DiskSpace
 from genie.model.allocation import NodeHolds
 from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
+from genie.model.lock import LockRecord
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -274,6 +277,39 @@ def _plant_wall_clock_limits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Agents, "jobs_exceeding_time_limit", exceeding)
 
 
+# -- locks ------------------------------------------------------------------------------------------
+
+
+def _plant_early_expiry_after_a_leader_change(patch: pytest.MonkeyPatch) -> None:
+    """A new leader knows no renewals, and treats every lease as expired."""
+    real = LockTable._lease_deadline_s
+
+    def deadline(self: LockTable, row: LockRecord) -> float:
+        return real(self, row) if row.fencing_token in self._lease_deadline_s_by_token else 0.0
+
+    patch.setattr(LockTable, "_lease_deadline_s", deadline)
+
+
+def _plant_tokens_of_one_term(patch: pytest.MonkeyPatch) -> None:
+    """Each leader counts the acquisitions from the start."""
+    counts: dict[LockTable, int] = {}
+
+    def next_token(self: LockTable, txn: Transaction) -> int:
+        counts[self] = counts.get(self, 0) + 1
+        return counts[self]
+
+    patch.setattr(LockTable, "_next_fencing_token", next_token)
+
+
+def _plant_lease_that_counts_from_the_reply(patch: pytest.MonkeyPatch) -> None:
+    """A holder counts its whole lease from the reply to its last renewal."""
+
+    def set_lease(self: LockLease, sent_s: float) -> None:
+        self._deadline_s = self._clock.monotonic_s() + self.ttl_s
+
+    patch.setattr(LockLease, "_set_lease_from", set_lease)
+
+
 # -- disks and processes ----------------------------------------------------------------------------
 
 
@@ -398,6 +434,15 @@ DEFECTS = {
     ),
     "removed node that keeps its jobs": Defect(
         _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (2, 5), "of a removed node"
+    ),
+    "early expiry after a leader change": Defect(
+        _plant_early_expiry_after_a_leader_change, "locks", ("restart_controller",), (2, 3), "was taken from"
+    ),
+    "tokens of one term": Defect(
+        _plant_tokens_of_one_term, "locks", ("restart_controller",), (0,), "was granted with token"
+    ),
+    "lease that counts from the reply": Defect(
+        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (1, 9), "was taken from"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"

@@ -30,6 +30,7 @@ from genie.sim.invariants import (
     LeadershipChecker,
     RequestRateChecker,
 )
+from genie.sim.locks import LockInvariantChecker, SimLockClient
 from genie.sim.restores import RestoreChecker
 from genie.sim.world import CpuCost
 
@@ -85,6 +86,8 @@ class ScenarioKind:
     fault_duration_s_max: float = FAULT_DURATION_S_MAX
     restartable_share: float = 0.5
     """Fraction of the innocent tenant's jobs that are restartable."""
+    jobs: int = JOB_COUNT
+    lock_clients: int = 0
 
 
 SCENARIO_KINDS = {
@@ -124,6 +127,9 @@ SCENARIO_KINDS = {
         fault_duration_s_max=20.0,
         mean_fault_interval_s=8.0,
         restartable_share=0.7,
+    ),
+    "locks": ScenarioKind(
+        fault_injector.LOCK_FAULTS, controllers=2, fault_injection_s=40.0, jobs=0, lock_clients=4
     ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
@@ -239,6 +245,7 @@ async def _run_jobs(
 ) -> None:
     async with asyncio.TaskGroup() as group:
         submitting = group.create_task(_submit_innocent_jobs(cluster, restores, kind))
+        locking = _start_lock_clients(cluster, group, count=kind.lock_clients)
         await fault_injector.inject_faults(
             cluster,
             duration_s=kind.fault_injection_s,
@@ -247,11 +254,23 @@ async def _run_jobs(
             fault_duration_s_max=kind.fault_duration_s_max,
         )
         await fault_injector.undo_owner_actions(cluster)
+        for client in locking:
+            client.stop()
         job_ids = set(await submitting) - restores.lost_job_ids
     await _wait_until_nothing_is_held(cluster, checker, job_ids)
     stored = {job.job_id for job in checker.ended_jobs.values() if job.tenant == INNOCENT_TENANT}
     if stored != job_ids:
         cluster.machines.report_violation(f"{len(stored)} jobs for {len(job_ids)} submissions")
+
+
+def _start_lock_clients(cluster: SimCluster, group: asyncio.TaskGroup, *, count: int) -> list[SimLockClient]:
+    if not count:
+        return []
+    checker = LockInvariantChecker(cluster)
+    clients = [SimLockClient(cluster, checker, number=number) for number in range(count)]
+    for client in clients:
+        group.create_task(client.run())
+    return clients
 
 
 async def _await_reply_in_time(cluster: SimCluster, request: Awaitable[_Reply]) -> _Reply:
@@ -293,7 +312,7 @@ async def _submit_innocent_jobs(
         PutBlob(digest=digest, offset=0, data=_INNOCENT_WORKDIR, is_last=True), token=token
     )
     async with asyncio.TaskGroup() as readers:
-        for _ in range(JOB_COUNT):
+        for _ in range(kind.jobs):
             await asyncio.sleep(rng.uniform(0.1, 3.0))
             workers = rng.choice((1, 1, 1, 2, 3))
             is_restartable = rng.random() < kind.restartable_share
