@@ -23,6 +23,7 @@ from genie.agent.identity import AGENTS_DIR
 from genie.agent.journal import LEADER_TOKEN_FILE
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings
+from genie.errors import GenieError
 from genie.model.messages import StatusReply
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import OWNER_TOKEN_FILE
@@ -273,7 +274,7 @@ class FaultCluster:
         async with asyncio.timeout(_START_TIMEOUT_S):
             while True:
                 for server in self.servers:
-                    with suppress(Exception):
+                    with suppress(GenieError, TimeoutError, OSError):
                         status = await self.fetch_status(server)
                         if status.leader in by_endpoint:
                             return by_endpoint[status.leader]

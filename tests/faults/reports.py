@@ -46,11 +46,12 @@ def make_summary_rows(results: Iterable[FaultResult]) -> list[SummaryRow]:
 
 
 def missed_goals(result: FaultResult) -> list[str]:
+    """A goal for accepting submissions applies only if a majority of the servers remained."""
     goal_s = ACCEPT_WITH_ETCD_LEADER_GOAL_S if result.had_etcd_leader else ACCEPT_GOAL_S
     missed = [
         f"{server} accepted after {accepted_s:g} s, goal {goal_s:g} s"
         for server, accepted_s in sorted(result.accepted_s.items())
-        if accepted_s > goal_s
+        if accepted_s > goal_s and not result.is_outage
     ]
     if result.node_lost_s is not None and result.node_lost_s > NODE_LOSS_GOAL_S:
         missed.append(f"node lost after {result.node_lost_s:g} s, goal {NODE_LOSS_GOAL_S:g} s")
@@ -62,6 +63,7 @@ def format_row(result: FaultResult) -> str:
     accepted = ", ".join(f"{name} {time_s:.2f} s" for name, time_s in sorted(result.accepted_s.items()))
     parts = [f"{result.fault:<30} accepted: {accepted or 'not measured'}"]
     parts += ["etcd's leader was there"] if result.had_etcd_leader else []
+    parts += ["since the end of the fault"] if result.is_outage else []
     parts += [f"node lost: {result.node_lost_s:.2f} s"] if result.node_lost_s is not None else []
     parts += [f"healthy: {result.settled_s:.2f} s"] if result.settled_s is not None else []
     parts += [f"MISSED: {text}" for text in missed_goals(result)]

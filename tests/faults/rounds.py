@@ -45,6 +45,8 @@ class FaultResult:
     """Whether the fault has stopped the leader of etcd."""
     accepted_s: dict[str, float] = field(default_factory=dict)
     """Until the first submission through each other server was accepted."""
+    is_outage: bool = False
+    """Whether no server could accept one during the fault: the times include the start of the processes."""
     node_lost_s: float | None = None
     settled_s: float | None = None
     """From the end of the fault until every process was healthy."""
@@ -142,15 +144,14 @@ class FaultRound:
             self._cluster, self._workload, leader, etcd_leader, self._rng, self._wait_settled
         )
         injection = Injection()
-        all_are_silent = False
         try:
             async with fault.inject(targets) as injection:
                 result.had_etcd_leader = etcd_leader in injection.without_etcd
-                all_are_silent = len(injection.silent) == len(self._cluster.servers)
+                result.is_outage = len(injection.silent) == len(self._cluster.servers)
                 async with asyncio.timeout(max(ACCEPT_TIMEOUT_S, NODE_LOSS_TIMEOUT_S)):
                     await self._measure_during(fault, injection, result)
             healed_s = time.monotonic()
-            if all_are_silent:
+            if result.is_outage:
                 await self._measure_acceptance(self._cluster.servers, result, since_s=healed_s)
             await self._wait_settled()
             result.settled_s = round(time.monotonic() - healed_s, 2)

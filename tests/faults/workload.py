@@ -47,7 +47,7 @@ _RETRY_INTERVAL_S = 0.1
 _ERRORS_KEPT = 500
 _SETUP_TIMEOUT_S = 60.0
 _UNTIL_STOPPED = 0.0
-_SHORT_S, _CANCELLED_S = 0.6, 60.0
+_SHORT_S = 0.6
 
 _Result = TypeVar("_Result")
 
@@ -172,7 +172,7 @@ class Workload:
             lambda: self._make_spec(_SHORT_S, restartable=True),
             lambda: self._make_spec(_SHORT_S, exit_code=FAILING_EXIT_CODE),
             lambda: self._make_spec(_SHORT_S, workdir=tenant.workdir, with_input=True),
-            lambda: self._make_spec(_CANCELLED_S),
+            lambda: self._make_spec(_UNTIL_STOPPED),
         ]
         async with asyncio.TaskGroup() as group:
             for number in itertools.count():
