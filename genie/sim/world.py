@@ -231,6 +231,7 @@ class _Channel:
     """One end of a simulated connection."""
 
     certificate_name = ""
+    protocol_version = wire.SUPPORTED_VERSIONS.highest
 
     def __init__(self, world: World, host: str, other_host: str, *, frame_bytes_max: int) -> None:
         self._world = world

@@ -27,6 +27,7 @@ from genie.errors import (
     UnreachableError,
     VersionError,
 )
+from genie.model.release import ProtocolVersions
 from genie.runtime import connection_limits, tls, wire
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork, explain_connect_failure
@@ -106,8 +107,8 @@ async def test_failed_connect_error_states_the_cause() -> None:
     async with run_foreign_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
-    async with run_foreign_server(wire.make_preface(7)) as port:
-        with pytest.raises(VersionError, match="uses version 7"):
+    async with run_foreign_server(wire.make_preface(ProtocolVersions(lowest=7, highest=7))) as port:
+        with pytest.raises(VersionError, match="speaks version 7"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
 
 
