@@ -31,6 +31,7 @@ from genie.controller.ledger import (
     Counter,
     read_cluster_record,
 )
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX
@@ -168,7 +169,8 @@ class _RowsToRestore:
             self.written_last[key] = value
             return False
         # Controllers register again when they start; agents must not look for the previous ones.
-        return not key.startswith(CONTROLLER_KEY_PREFIX) and key not in (LEADER_KEY, RESTORE_MARK_KEY)
+        is_of_servers = key.startswith((CONTROLLER_KEY_PREFIX, SERVER_RELEASE_KEY_PREFIX))
+        return not is_of_servers and key not in (LEADER_KEY, RESTORE_MARK_KEY)
 
 
 def update_digest_with_row(digest: hashlib._Hash, row: BackupRow) -> None:
