@@ -156,12 +156,12 @@ class Agents:
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
-            if self._ledger.nodes.why_read_only(node_id):
+            if self._ledger.nodes.why_read_only(node_id) or self._ledger.holds.why_read_only(node_id):
                 return  # its jobs go on; nothing is placed there
             before = self._ledger.nodes.get(node_id)
             drain_status = before.drain_status if before is not None else ""
             txn.put(self._ledger.nodes, node_id, msgspec.structs.replace(record, drain_status=drain_status))
-            if node_id not in self._ledger.holds and not self._ledger.holds.why_read_only(node_id):
+            if node_id not in self._ledger.holds:
                 txn.put(self._ledger.holds, node_id, NodeHolds(node_id=node_id))
 
         await self._ledger.write(build)
