@@ -146,7 +146,7 @@ class LedgerTable(Generic[_Row]):
         self._row_sizes: dict[str, int] = {}
         self._unreadable_row_ids: set[str] = set()
         self._read_only_reasons: dict[str, str] = {}
-        self._kind = kind
+        self.kind = kind
         self.has_fields_with_since = has_fields_with_since(kind)
         """Whether rows may have fields that not all servers have."""
 
@@ -209,7 +209,7 @@ class LedgerTable(Generic[_Row]):
         try:
             return self._decoder.decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if unknown := _find_unknown_parts_of_row(self._kind, value):
+            if unknown := _find_unknown_parts_of_row(self.kind, value):
                 raise StoreVersionError(
                     f"store key {self.prefix + row_id!r} was written by a newer release of Genie: this one, "
                     f"{__version__}, does not know {', '.join(unknown)}",

@@ -191,7 +191,7 @@ def choose_version(preface: bytes, *, own: ProtocolVersions = SUPPORTED_VERSIONS
     return choose_common_version(own, theirs, protocol="executor protocol", peer=peer)
 
 
-def encode(message: Open | Opened | Fetch | Fetched | Error) -> bytes:
+def encode(message: _Message) -> bytes:
     """A message with its length."""
     payload = msgspec.msgpack.encode(message)
     return _LENGTH_PREFIX.pack(len(payload)) + payload
