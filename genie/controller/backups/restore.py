@@ -33,9 +33,11 @@ from genie.controller.ledger import (
 )
 from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
+from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError, VersionError
 from genie.model.fencing import GENERATION_MAX
+from genie.model.release import OWN_RELEASE, parse_release
 from genie.processes.tasks import Offload
+from genie.version import __version__
 
 _EPOCH_COUNTER_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
 _KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
@@ -77,6 +79,7 @@ async def restore_backup(
     `generation` must be higher than that of the backup.
     """
     await offload(reader.verify)
+    _check_release_of_backup(reader.header)
     if not reader.header.generation < generation <= GENERATION_MAX:
         raise BackupError(
             f"generation {generation} is not above that of the backup, {reader.header.generation}",
@@ -133,6 +136,20 @@ async def check_store_empty(store: Store, *, store_name: str) -> None:
         raise StoreNotEmptyError(
             f"the store {store_name} is not empty: it has the key {found.items[0].key!r}",
             hint="use an empty store: move the file away (sqlite), or add ?namespace=/NAME/ (etcd)",
+        )
+
+
+def _check_release_of_backup(header: BackupHeader) -> None:
+    """Raise BackupError for a backup of a later release than the next minor one: its rows may mean something
+    else. Those of the next one that this release cannot read stay in the store unchanged."""
+    try:
+        release = parse_release(header.genie_version)
+    except VersionError:
+        return  # of a development version
+    if release > OWN_RELEASE and not release.works_with(OWN_RELEASE):
+        raise BackupError(
+            f"the backup was made with Genie {header.genie_version}, this is {__version__}",
+            hint=f"install Genie {release} or a release one minor version apart",
         )
 
 
