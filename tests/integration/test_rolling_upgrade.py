@@ -225,56 +225,68 @@ async def test_servers_and_agents_are_upgraded_and_downgraded_while_jobs_run(
         jobs = LongJobs(tmp_path, client)
         for node_id in NODES:
             await jobs.start(node_id)
-
         for name in SERVERS:
-            rejected = await cluster.submit_with_new_constraint(SERVERS[0])
-            assert NEW_CONSTRAINT in rejected["error"], rejected
-            await cluster.stop(name)
-            await check_job_succeeds(client)
-            await cluster.start_server(name, upgraded=True)
-            await check_job_succeeds(client)
-            await jobs.check_running()
-
-        accepted = await until_accepted(cluster)
-        pods = await client.get_job(accepted)
+            await check_server_upgrade(cluster, name, client, jobs)
+        pods = await client.get_job(await until_accepted(cluster))
         await wait_for_rejection_by_old_agent(client, pods)
-        assert await count_nodes_in_alarm(client) == 2
-
-        for number, node_id in enumerate(NODES):
-            await client.drain_node(node_id)
-            await jobs.finish(node_id)
-            await cluster.stop(node_id)
-            await cluster.start_agent(node_id, client, upgraded=True)
-            await client.undrain_node(node_id)
-            await check_job_succeeds(client, node_id=node_id)
-            await jobs.start(node_id)
-            await jobs.check_running()
-            assert await count_nodes_in_alarm(client) == len(NODES) - number - 1
+        assert await count_nodes_in_alarm(client) == len(NODES)
+        for number, node_id in enumerate(NODES, 1):
+            await check_agent_upgrade(cluster, node_id, client, jobs)
+            assert await count_nodes_in_alarm(client) == len(NODES) - number
         assert {view.info.version for view in await client.nodes()} == {NEXT_VERSION}
         await wait_for_state(client, pods, JobState.SUCCEEDED)
-
-        # One step back: a server of this release leads agents and other servers of the next one.
-        await cluster.stop(SERVERS[0])
-        await cluster.start_server(SERVERS[0], upgraded=False)
-        await check_job_succeeds(client)
-        await cluster.stop(*SERVERS[1:])
-        await check_job_succeeds(client)
-        status = await client.status()
-        assert (status.version, status.leading) == (__version__, True)
-        await cluster.start_server(SERVERS[1], upgraded=True)
-        await jobs.check_running()
-        with pytest.raises(
-            GenieError,
-            match=f"newer release of Genie: this one, {__version__}.* spec.wishes.{NEW_CONSTRAINT}",
-        ):
-            await client.get_job(pods.job_id)
-        rejected = await cluster.submit_with_new_constraint(SERVERS[0])
-        assert NEW_CONSTRAINT in rejected["error"]
-        await cluster.stop(SERVERS[0])
-        await check_job_succeeds(client)
-        assert (await client.get_job(pods.job_id)).state is JobState.SUCCEEDED, "its row was not replaced"
+        await check_server_downgrade(cluster, client, jobs, pods)
         for node_id in NODES:
             await jobs.finish(node_id)
+
+
+async def check_server_upgrade(
+    cluster: UpgradableCluster, name: str, client: ClusterClient, jobs: LongJobs
+) -> None:
+    rejected = await cluster.submit_with_new_constraint(SERVERS[0])
+    assert NEW_CONSTRAINT in rejected["error"], rejected
+    await cluster.stop(name)
+    await check_job_succeeds(client)
+    await cluster.start_server(name, upgraded=True)
+    await check_job_succeeds(client)
+    await jobs.check_running()
+
+
+async def check_agent_upgrade(
+    cluster: UpgradableCluster, node_id: str, client: ClusterClient, jobs: LongJobs
+) -> None:
+    await client.drain_node(node_id)
+    await jobs.finish(node_id)
+    await cluster.stop(node_id)
+    await cluster.start_agent(node_id, client, upgraded=True)
+    await client.undrain_node(node_id)
+    await check_job_succeeds(client, node_id=node_id)
+    await jobs.start(node_id)
+    await jobs.check_running()
+
+
+async def check_server_downgrade(
+    cluster: UpgradableCluster, client: ClusterClient, jobs: LongJobs, pods: Job
+) -> None:
+    """A server of this release leads agents of the next one, and does not replace the row of `pods`."""
+    await cluster.stop(SERVERS[0])
+    await cluster.start_server(SERVERS[0], upgraded=False)
+    await check_job_succeeds(client)
+    await cluster.stop(*SERVERS[1:])
+    await check_job_succeeds(client)
+    status = await client.status()
+    assert (status.version, status.leading) == (__version__, True)
+    await cluster.start_server(SERVERS[1], upgraded=True)
+    await jobs.check_running()
+    with pytest.raises(
+        GenieError, match=f"newer release of Genie: this one, {__version__}.* spec.wishes.{NEW_CONSTRAINT}"
+    ):
+        await client.get_job(pods.job_id)
+    rejected = await cluster.submit_with_new_constraint(SERVERS[0])
+    assert NEW_CONSTRAINT in rejected["error"]
+    await cluster.stop(SERVERS[0])
+    await check_job_succeeds(client)
+    assert (await client.get_job(pods.job_id)).state is JobState.SUCCEEDED
 
 
 async def until_accepted(cluster: UpgradableCluster) -> str:
