@@ -26,6 +26,7 @@ from genie.errors import (
     TransportError,
     UnreachableError,
 )
+from genie.model.release import ProtocolVersions
 from genie.model.tenant import TokenKind
 from genie.runtime import wire
 from genie.runtime.credentials import LocalCluster
