@@ -3,7 +3,8 @@ and full disks, clock steps.
 
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
-outage of the store for all controllers.
+outage of the store for all controllers. `upgrade_node` and `upgrade_controller` restart a host with the other
+one of two releases.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
@@ -55,10 +56,12 @@ STORE_FAULTS = (
     *("slow_store", "slow_load", "fail_back", "lose_store", "lose_reply", "restart_controller", "hang_store"),
 )
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
+SKEW_FAULTS = ("upgrade_node", "upgrade_controller", "restart_controller", "cut_node", "lose_store")
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     (
         *("cut_node", "cut_one_way", "pause_node", "freeze_node", "drift"),
         *("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart"),
+        "upgrade_node",
     )
 )
 """Faults that may end the jobs of their node."""
@@ -180,11 +183,21 @@ async def _inject_and_end_fault(
             await _send_request_ignoring_errors(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
             await _change_gpus_of_node(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
+        case "upgrade_node" | "upgrade_controller":
+            await _upgrade_or_downgrade(cluster, node if kind == "upgrade_node" else controller, duration_s)
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _upgrade_or_downgrade(cluster: SimCluster, host: str, duration_s: float) -> None:
+    """Restart a controller or agent with the other one of two releases."""
+    cluster.crash(host)
+    cluster.world.hosts_of_next_release ^= {host}
+    await asyncio.sleep(duration_s)
+    cluster.restart(host)
 
 
 async def _change_gpus_of_node(
