@@ -42,6 +42,7 @@ GenieError
 │   ├── CompactedError          the requested revision was compacted
 │   ├── BackupError             a backup of the store could not be written or read
 │   └── StoreNotEmptyError      a backup cannot be restored into a store that has data
+├── ReleaseSkewError            other servers or stored rows have another release of Genie
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
 │   │   └── OutdatedLeaderError  the node has seen a later leader
@@ -293,6 +294,10 @@ class BackupError(StoreError):
 
 class StoreNotEmptyError(StoreError):
     code = "store.not_empty"
+
+
+class ReleaseSkewError(GenieError):
+    code = "release_skew"
 
 
 class LeadershipError(GenieError):

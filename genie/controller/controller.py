@@ -38,6 +38,7 @@ from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
+from genie.controller.nodes.releases import ServerReleases
 from genie.controller.nodes.servers import ServerAdmission
 from genie.controller.nodes.snapshots import NodeSnapshots
 from genie.controller.nodes.unresponsive import UnresponsiveNodes
@@ -62,7 +63,14 @@ from genie.controller.store import Put, Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import TokenRegistry
-from genie.errors import GenieError, LeadershipError, StoreError, StoreFullError, TlsError
+from genie.errors import (
+    GenieError,
+    LeadershipError,
+    ReleaseSkewError,
+    StoreError,
+    StoreFullError,
+    TlsError,
+)
 from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
@@ -148,6 +156,10 @@ class Controller:
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._locks = LockTable(self._ledger, self._election, clock=clock)
+        self._server_releases = ServerReleases(
+            store, name=name, clock=clock, set_cluster_release=self._ledger.set_cluster_release
+        )
+        self._release_skew_alarm = ""
         self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
         self._build_scheduling_services()
@@ -388,8 +400,11 @@ class Controller:
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
         file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_cluster_files_alarm) if alarm]
+        nodes = (node.info for node in self._node_snapshots.current_snapshots().values())
         return [
             *file_alarms,
+            *([self._release_skew_alarm] if self._release_skew_alarm else []),
+            *self._server_releases.alarms(nodes),
             *self._store_monitor.alarms(),
             *self._unresponsive_nodes.alarms(),
             *self._blob_replication.alarms(),
@@ -478,6 +493,8 @@ class Controller:
             record = await self._read_cluster_record()
             if await self._election.has_duplicate_controller():
                 return False  # and do not replace its address
+            await self._server_releases.announce(self.address)
+            self._release_skew_alarm = ""
             await self._register_controller()
             return await self._election.try_win_election(
                 self.address, generation=record.generation if record else 0
@@ -485,9 +502,15 @@ class Controller:
         except (StoreError, LeadershipError) as error:
             self._record_failed_term_start(error)
             return False
+        except ReleaseSkewError as error:
+            if not self._release_skew_alarm:
+                _log.error("cannot lead: %s", error)
+            self._release_skew_alarm = f"this server cannot lead: {error.message}"
+            return False
 
     async def _try_begin_term(self) -> bool:
         try:
+            await self._server_releases.refresh()
             await self._ledger.load_tables()
             await self._store_cluster_record()
             await self._tokens.ensure_owner_token(self._state_dir)
@@ -661,12 +684,17 @@ class Controller:
                 "deleting old jobs": self._jobs.history.delete_old_jobs,
                 "deleting old tokens": self._tokens.delete_old_tokens,
                 "reading the list of controllers": self._refresh_controller_addresses,
+                "reading the releases of the servers": self._server_releases.refresh,
+                "announcing the release of this server": self._announce_release,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
                 "closing abandoned backups": self._backup_requests.close_if_idle,
                 "returning memory": self._return_freed_memory_to_system,
             }
         )
+
+    async def _announce_release(self) -> None:
+        await self._server_releases.announce(self.address)
 
     async def _disconnect_outdated_nodes(self) -> None:
         self._agents.disconnect_outdated_nodes()

@@ -26,10 +26,12 @@ from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
     GenieError,
     NotLeaderError,
+    ReleaseSkewError,
     StoreCorruptError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
+    StoreVersionError,
 )
 from genie.model.allocation import NodeHolds
 from genie.model.fencing import revision_of_token
@@ -37,8 +39,11 @@ from genie.model.job import Job
 from genie.model.lock import LockRecord
 from genie.model.messages import QuarantinedRow
 from genie.model.node import NodeInfo
+from genie.model.release import OWN_RELEASE, Release, fields_newer_than, has_fields_with_since
 from genie.model.tenant import QuotaRecord, TokenRecord
+from genie.model.unknown_fields import find_unknown_parts
 from genie.processes.clock import Clock, SystemClock
+from genie.version import __version__
 
 _log = logging.getLogger(__name__)
 _Row = TypeVar("_Row", bound=msgspec.Struct)
@@ -57,10 +62,15 @@ _DECODED_BYTES_PER_YIELD = 256 * 1024
 _ROW_DECODE_OVERHEAD_BYTES = 500
 """Cost of a row in addition to its bytes."""
 _BYTES_PER_CHARACTER_MAX = 4
+_NEWER_FIELDS_NAMED_MAX = 8
+_NEWER_ROW_HINT = (
+    "the row is left unchanged, and a job continues to run; upgrade this server, or let a server of the "
+    "newer release lead"
+)
 _row_encoder = msgspec.json.Encoder()
 
 
-class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node as it last registered, and the controllers that it has certainly been informed of."""
 
     info: NodeInfo
@@ -75,11 +85,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """While it is drained: its restartable jobs are moved to other nodes."""
 
 
-class Counter(msgspec.Struct, frozen=True, kw_only=True):
+class Counter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     value: int
 
 
-class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster_id: str
     ca_pin: str
     generation: int = 0
@@ -95,7 +105,8 @@ EPOCH_COUNTER = "epoch"
 
 
 async def read_cluster_record(store: Store, *, timeout_s: float = 5.0) -> ClusterRecord | None:
-    """Return the record of the cluster in the store; None in an empty store. Raises StoreCorruptError."""
+    """Return the record of the cluster in the store; None in an empty store. Raises StoreCorruptError, and
+    StoreVersionError if a newer release wrote it."""
     stored = await store.get(CLUSTER_KEY, timeout_s=timeout_s)
     if stored is not None:
         return LedgerTable(CLUSTER_KEY, ClusterRecord).decode("", stored.value)
@@ -120,6 +131,8 @@ class TableBeingLoaded(Generic[_Row]):
         self.row_sizes: dict[str, int] = {}
         """Stored bytes of each row."""
         self.unreadable_row_ids: set[str] = set()
+        self.read_only_reasons: dict[str, str] = {}
+        """Of the unreadable rows that a newer release wrote."""
 
 
 TableLoader = Callable[[TableBeingLoaded[_Row]], Awaitable[None]]
@@ -138,6 +151,10 @@ class LedgerTable(Generic[_Row]):
         self._revisions: dict[str, int] = {}
         self._row_sizes: dict[str, int] = {}
         self._unreadable_row_ids: set[str] = set()
+        self._read_only_reasons: dict[str, str] = {}
+        self.kind = kind
+        self.has_fields_with_since = has_fields_with_since(kind)
+        """Whether rows may have fields that not all servers have."""
 
     def add_reversible_index(self, index: RowListener[_Row]) -> None:
         """Call `index` for each staged row before the next build runs, and with before and after exchanged
@@ -178,6 +195,15 @@ class LedgerTable(Generic[_Row]):
         """Whether the store has this row, but it cannot be read or must not be used."""
         return row_id in self._unreadable_row_ids
 
+    def why_read_only(self, row_id: str) -> str:
+        """Why this release cannot read the row and must not replace it; empty if it may be written."""
+        return self._read_only_reasons.get(row_id, "")
+
+    def check_writable(self, row_id: str) -> None:
+        """Raise ReleaseSkewError for a row that a newer release wrote: replacing it would lose data."""
+        if reason := self._read_only_reasons.get(row_id):
+            raise ReleaseSkewError(reason, hint=_NEWER_ROW_HINT)
+
     def size_bytes(self, row_id: str) -> int:
         """Stored bytes of a row; 0 if there is none."""
         return self._row_sizes.get(row_id, 0)
@@ -189,6 +215,12 @@ class LedgerTable(Generic[_Row]):
         try:
             return self._decoder.decode(value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if unknown := _find_unknown_parts_of_row(self.kind, value):
+                raise StoreVersionError(
+                    f"store key {self.prefix + row_id!r} was written by a newer release of Genie: this one, "
+                    f"{__version__}, does not know {', '.join(unknown)}",
+                    hint=_NEWER_ROW_HINT,
+                ) from error
             raise StoreCorruptError(
                 f"store key {self.prefix + row_id!r} cannot be read: {error}",
                 hint="it may have been written by another version of Genie",
@@ -197,6 +229,7 @@ class LedgerTable(Generic[_Row]):
     def _replace_rows(self, read: TableBeingLoaded[_Row]) -> None:
         self._rows, self._revisions = read.rows, read.revisions
         self._row_sizes, self._unreadable_row_ids = read.row_sizes, read.unreadable_row_ids
+        self._read_only_reasons = read.read_only_reasons
 
     def _set_row(self, row_id: str, row: _Row | None) -> _Row | None:
         """Set or delete a row, update the indexes, and return the previous row. The revision stays that of
@@ -212,6 +245,7 @@ class LedgerTable(Generic[_Row]):
 
     def _record_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
         self._unreadable_row_ids.discard(row_id)
+        self._read_only_reasons.pop(row_id, None)
         if isinstance(operation, Put):
             self._revisions[row_id] = revision
             self._row_sizes[row_id] = len(operation.value)
@@ -223,7 +257,8 @@ class LedgerTable(Generic[_Row]):
 class Transaction:
     """Changes that are committed together. Reads see the tables plus the staged changes."""
 
-    def __init__(self, counters: LedgerTable[Counter]) -> None:
+    def __init__(self, counters: LedgerTable[Counter], *, cluster_release: Release = OWN_RELEASE) -> None:
+        self._cluster_release = cluster_release
         # Any: tables of every row type share one list of changes.
         self.staged_changes: dict[str, tuple[LedgerTable[Any], str, Any]] = {}
         self.rollback_callbacks: list[Callable[[], None]] = []
@@ -235,6 +270,12 @@ class Transaction:
         self.rollback_callbacks.append(undo)
 
     def put(self, table: LedgerTable[_Row], row_id: str, row: _Row) -> None:
+        """Raise ReleaseSkewError for a row that a newer release wrote, and for one that would get a field
+        that not all servers have."""
+        if table._read_only_reasons:
+            table.check_writable(row_id)
+        if table.has_fields_with_since:
+            self._check_fields_known_to_all_servers(table, row_id, row)
         self.staged_changes[table.prefix + row_id] = (table, row_id, row)
 
     def delete(self, table: LedgerTable[_Row], row_id: str) -> None:
@@ -248,6 +289,18 @@ class Transaction:
             row: _Row | None = staged[2]
             return row
         return table._rows.get(row_id)
+
+    def _check_fields_known_to_all_servers(self, table: LedgerTable[_Row], row_id: str, row: _Row) -> None:
+        newer = fields_newer_than(self._cluster_release, row)
+        if not newer:
+            return
+        before = self.get(table, row_id)
+        if before is None or not fields_newer_than(self._cluster_release, before):
+            raise ReleaseSkewError(
+                f"cannot store {', '.join(newer[:_NEWER_FIELDS_NAMED_MAX])}: a server of the cluster runs "
+                f"Genie {self._cluster_release}, which does not have it",
+                hint="'genie status' names the servers to upgrade; then try again",
+            )
 
     def next_counter_value(self, counter: str) -> int:
         """Return a number higher than every number of this counter in a committed transaction."""
@@ -341,6 +394,7 @@ class Ledger:
         self.tokens = LedgerTable("token/", TokenRecord)
         self.quotas = LedgerTable("quota/", QuotaRecord)
         self.locks = LedgerTable("lock/", LockRecord)
+        self._cluster_release = Release(OWN_RELEASE.major, max(OWN_RELEASE.minor - 1, 0))
         self._tables: tuple[LedgerTable[Any], ...] = (
             self.cluster,
             self.counters,
@@ -377,6 +431,10 @@ class Ledger:
     def quarantined(self) -> Mapping[str, QuarantinedRow]:
         """Rows that could not be read or changed, by store key."""
         return self.quarantine.rows
+
+    def set_cluster_release(self, release: Release) -> None:
+        """Set the release that every server has at least: fields of later ones are not written."""
+        self._cluster_release = release
 
     def add_after_load_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each time that all tables were read."""
@@ -548,7 +606,7 @@ class Ledger:
 
     def _try_build_write_into_batch(self, write: _QueuedWrite, batch: _WriteBatch) -> _BuiltWrite | None:
         """Run the build and add it to the batch; None if it does not fit."""
-        transaction = Transaction(self.counters)
+        transaction = Transaction(self.counters, cluster_release=self._cluster_release)
         try:
             outcome = write.build(transaction)
             built = _BuiltWrite(
@@ -624,18 +682,32 @@ class Ledger:
     def _decode_or_quarantine_row(
         self, read: TableBeingLoaded[_Row], table: LedgerTable[_Row], item: KeyValue
     ) -> None:
-        """Add a row. One that cannot be read is quarantined; StoreCorruptError if nothing could be done
-        without it."""
+        """Add a row. One that cannot be read is quarantined; StoreCorruptError or StoreVersionError if
+        nothing could be done without it."""
         row_id = item.key.removeprefix(table.prefix)
         read.revisions[row_id] = item.mod_revision
         read.row_sizes[row_id] = len(item.value)
         try:
             read.rows[row_id] = table.decode(row_id, item.value)
+        except StoreVersionError as error:
+            if table in (self.cluster, self.counters):
+                raise
+            read.unreadable_row_ids.add(row_id)
+            read.read_only_reasons[row_id] = error.message
+            self.quarantine.add(item.key, error)
         except StoreCorruptError as error:
             if table in (self.cluster, self.counters, self.tokens):
                 raise
             read.unreadable_row_ids.add(row_id)
             self.quarantine.add(item.key, error)
+
+
+def _find_unknown_parts_of_row(kind: type[msgspec.Struct], value: bytes) -> list[str]:
+    """What only a newer release knows in a row that could not be decoded."""
+    try:
+        return find_unknown_parts(kind, msgspec.json.decode(value))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
 
 
 def _run_rollback_callbacks(rollbacks: Sequence[Callable[[], None]]) -> None:

@@ -19,7 +19,7 @@ from genie.controller.ledger import Ledger, Transaction
 from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
 from genie.controller.store.open import LOCAL_ETCD_STORE
-from genie.errors import AccessError, StoreError, TokenRefusedError, UsageError
+from genie.errors import AccessError, StoreError, StoreVersionError, TokenRefusedError, UsageError
 from genie.model.failover import TOKEN_READ_TIMEOUT_S
 from genie.model.names import validate_name
 from genie.model.tenant import DEFAULT_TENANT, Identity, TokenKind, TokenRecord
@@ -54,6 +54,7 @@ _TOKEN_TTL_S_MAX = 3650 * 86400.0
 _SERVER_JOIN_TOKEN_TTL_S = 900.0
 _SINGLE_USE_TOKEN_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
 
+_NEWER_TOKEN_HINT = "use another token, or let a server of the newer release lead"
 _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with 'genie login'"
 
 
@@ -92,6 +93,7 @@ class TokenRegistry:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
+        self._check_token_readable(identity.token_id)
         record = self._ledger.tokens.get(identity.token_id)
         if record is None or record.revoked_at is not None:
             raise TokenRefusedError(f"token {identity.token_id} was revoked", hint=_NEW_TOKEN_HINT)
@@ -232,6 +234,7 @@ class TokenRegistry:
 
     async def _find_token_record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
+            self._check_token_readable(token_id)
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
@@ -251,12 +254,21 @@ class TokenRegistry:
             ):
                 return cached[0]
             raise
-        record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
+        try:
+            record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
+        except StoreVersionError as error:
+            raise TokenRefusedError(error.message, hint=_NEWER_TOKEN_HINT) from error
         self._record_and_read_time_by_token_id[token_id] = (record, now_s)
         self._record_and_read_time_by_token_id.move_to_end(token_id)
         while len(self._record_and_read_time_by_token_id) > _CACHED_TOKEN_RECORDS_MAX:
             self._record_and_read_time_by_token_id.popitem(last=False)
         return record
+
+    def _check_token_readable(self, token_id: str) -> None:
+        """Raise TokenRefusedError for a token that a newer release wrote: it may have restrictions that this
+        one does not know."""
+        if reason := self._ledger.tokens.why_read_only(token_id):
+            raise TokenRefusedError(reason, hint=_NEWER_TOKEN_HINT)
 
     def _try_read_valid_owner_token(self, path: Path) -> Token | None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from genie.model.record import Record
+from genie.model.record import Facts
 from genie.model.request import Message, Request
 
 
@@ -51,7 +51,7 @@ class ReleaseLock(Request[LockReleased], frozen=True, kw_only=True):
     acquisition_id: str
 
 
-class LockView(Record, frozen=True, kw_only=True):
+class LockView(Facts, frozen=True, kw_only=True):
     """A lock that is held. `waiting`: number of clients that wait for it."""
 
     name: str

@@ -17,8 +17,9 @@ from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
 from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
 from genie.model.node import NodeInfo
-from genie.model.record import Record
+from genie.model.record import Facts, Record
 from genie.model.request import Message as Message  # noqa: PLC0414 - exported from here as well
+from genie.model.request import Report as Report  # noqa: PLC0414
 from genie.model.request import Request as Request  # noqa: PLC0414
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
@@ -46,17 +47,18 @@ class Welcome(Message, frozen=True, kw_only=True):
     """host:port of all known controllers, this one included."""
 
 
-class Hello(Request[Welcome], frozen=True, kw_only=True):
-    """First request of a connection. The token authenticates; the other fields are for logs."""
+class Hello(Report[Welcome], frozen=True, kw_only=True):
+    """First request of a connection. The token authenticates; `version` decides whether the releases work
+    together, `program` is for logs."""
 
     token: str
     version: str
     program: str = ""
 
 
-class ServerHello(Request[Done], frozen=True, kw_only=True):
-    """First request of a connection from another controller. Its certificate authenticates; the fields are
-    for logs."""
+class ServerHello(Report[Done], frozen=True, kw_only=True):
+    """First request of a connection from another controller. Its certificate authenticates; `version` decides
+    whether the releases work together."""
 
     name: str
     version: str
@@ -137,7 +139,7 @@ class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
 # --- Agents -----------------------------------------------------------------------------------
 
 
-class Endpoint(Record, frozen=True, kw_only=True):
+class Endpoint(Facts, frozen=True, kw_only=True):
     """The address of an executor. `server_name` is the name in its certificate."""
 
     host: str
@@ -145,7 +147,7 @@ class Endpoint(Record, frozen=True, kw_only=True):
     server_name: str
 
 
-class RunningJob(Record, frozen=True, kw_only=True):
+class RunningJob(Facts, frozen=True, kw_only=True):
     """`status_note`: progress of an executor that does not listen yet, or processes that cannot be killed."""
 
     job_id: str
@@ -156,7 +158,7 @@ class RunningJob(Record, frozen=True, kw_only=True):
     """Time since the start of the process, by the monotonic clock of the node."""
 
 
-class ExitReport(Record, frozen=True, kw_only=True):
+class ExitReport(Facts, frozen=True, kw_only=True):
     """How a job ended. `exit_code` is None if it never started or was stopped by Genie."""
 
     job_id: str
@@ -180,7 +182,7 @@ class Registered(Message, frozen=True, kw_only=True):
     """host:port of all controllers, this one included."""
 
 
-class Register(Request[Registered], frozen=True, kw_only=True):
+class Register(Report[Registered], frozen=True, kw_only=True):
     """A new incarnation of a node. The agent has ended all processes of earlier incarnations."""
 
     node: NodeInfo
@@ -212,7 +214,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     settled_exits: tuple[JobOrder, ...] = msgspec.field(default=(), name="settled")
 
 
-class Heartbeat(Request[HeartbeatAck], frozen=True, kw_only=True):
+class Heartbeat(Report[HeartbeatAck], frozen=True, kw_only=True):
     node_id: str
     incarnation: int
     node: NodeInfo
@@ -654,7 +656,7 @@ SESSION_INTERVAL_S_MAX = 60.0
 """Maximum interval between the heartbeats of a client with open devices."""
 
 
-class SessionHeartbeat(Request[NodesReply], frozen=True, kw_only=True):
+class SessionHeartbeat(Report[NodesReply], frozen=True, kw_only=True):
     """Heartbeat of a client; the reply lists the nodes."""
 
     node: NodeInfo

@@ -6,14 +6,12 @@ NodeInfo and GPUInfo have the fields of the visual guide; its short names for th
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
-from genie.model.record import Record
+from genie.model.record import FactEnum, Facts
 
 
-class NodeRole(enum.StrEnum):
+class NodeRole(FactEnum):
     """The role of a process. A server hosts a cluster, a worker joins one with its GPUs."""
 
     CLIENT = "client"
@@ -21,7 +19,7 @@ class NodeRole(enum.StrEnum):
     WORKER = "worker"
 
 
-class NodeStatus(enum.StrEnum):
+class NodeStatus(FactEnum):
     """The status of a node, by its last health check or its missing heartbeats."""
 
     INITIALIZING = "initializing"
@@ -33,14 +31,14 @@ class NodeStatus(enum.StrEnum):
     DISCONNECTED = "disconnected"
 
 
-class Vendor(enum.StrEnum):
+class Vendor(FactEnum):
     NVIDIA = "nvidia"
     AMD = "amd"
     INTEL = "intel"
     CPU = "cpu"
 
 
-class GPUInfo(Record, frozen=True, kw_only=True):
+class GPUInfo(Facts, frozen=True, kw_only=True):
     """One accelerator. A reading that the hardware does not provide is None."""
 
     gpu_id: int
@@ -79,7 +77,7 @@ class GPUInfo(Record, frozen=True, kw_only=True):
         return self.temperature_c
 
 
-class NodeInfo(Record, frozen=True, kw_only=True):
+class NodeInfo(Facts, frozen=True, kw_only=True):
     """A machine or process of the cluster, as last reported."""
 
     node_id: str

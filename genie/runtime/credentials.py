@@ -21,6 +21,7 @@ from genie.config import ClusterConfig
 from genie.errors import ConfigError, GenieError, TlsError, TokenMissingError, TokenRefusedError, UsageError
 from genie.model.messages import FetchTrust, Hello, Message, Welcome
 from genie.model.names import address_text, is_loopback, parse_endpoint
+from genie.model.release import check_releases_work_together
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import logins, rpc, tls
@@ -213,6 +214,10 @@ async def connect_authenticated(
             hello = Hello(token=str(access.token), version=__version__, program=program)
             remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
             welcome = await peer.call(hello, timeout_s=remaining_s)
+            check_releases_work_together(
+                peer_version=welcome.version, peer=f"the controller {peer.name}", this_side="this side"
+            )
+            peer.set_release(welcome.version)
         except (TokenRefusedError, TlsError) as error:
             remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
             explained = await _explain_stored_token_rejection(error, network, access, timeout_s=remaining_s)

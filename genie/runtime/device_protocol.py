@@ -1,10 +1,12 @@
 """The handshake of a connection to an executor: preface, ticket, reply.
 
-Each side sends a preface of eight bytes: b"GENIEX" and the version. The client then sends Open, and the
-executor replies with Opened or Error. Each message is a length (u32, big endian) and one msgpack struct of a
-known type; the length is checked against the limit before memory is allocated. After Opened both sides end
-TLS if `plaintext` is set, and use the op stream of native/torch/wire.h. Another executor sends Fetch instead,
-gets Fetched and one parcel (see wire.h), and may then send Fetch again.
+Each side sends a preface of eight bytes: b"GENIEX", the number of earlier versions that it speaks too, and
+the highest one; both use the highest common version. The client then sends Open, and the executor replies
+with Opened or Error. Each message is a length (u32, big endian) and one msgpack struct of a known type; the
+length is checked against the limit before memory is allocated. Requests are decoded strictly; what a newer
+executor adds to a reply is ignored. After Opened both sides end TLS if `plaintext` is set, and use the op
+stream of native/torch/wire.h. Another executor sends Fetch instead, gets Fetched and one parcel (see wire.h),
+and may then send Fetch again.
 
 Does not open connections: device/ and executor/ pass a pipe.
 """
@@ -27,18 +29,18 @@ from genie.errors import (
     DeadlineError,
     FrameTooLargeError,
     ProtocolError,
-    VersionError,
     error_from_code,
 )
+from genie.model.release import ProtocolVersions, choose_common_version
 
-VERSION = 4
+SUPPORTED_VERSIONS = ProtocolVersions(lowest=4, highest=4)
 HANDSHAKE_REQUEST_BYTES_MAX = 4096
 """Maximum size of a message from an unauthenticated peer."""
 HANDSHAKE_REPLY_BYTES_MAX = 64 * 1024
 TEXT_CHARACTERS_MAX = 4096
 
 _PREFACE_MAGIC = b"GENIEX"
-_PREFACE_FORMAT = struct.Struct(">6sH")
+_PREFACE_FORMAT = struct.Struct(">6sBB")
 _LENGTH_PREFIX = struct.Struct(">I")
 _BoundedText: TypeAlias = Annotated[str, Meta(max_length=TEXT_CHARACTERS_MAX)]
 _NonNegativeInteger: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -56,6 +58,10 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """A message of the handshake."""
 
 
+class _Reply(_Message, frozen=True, array_like=True, forbid_unknown_fields=False):
+    """A message of the executor."""
+
+
 class Open(_Message, frozen=True, tag="open"):
     """First message of a client. `machine` is machine_identity().
 
@@ -69,7 +75,7 @@ class Open(_Message, frozen=True, tag="open"):
     machine: Annotated[str, Meta(max_length=128)] = ""
 
 
-class Opened(_Message, frozen=True, tag="opened"):
+class Opened(_Reply, frozen=True, tag="opened"):
     """`kind` is the torch device type of the executor; `job_id` is its ID in the cluster.
 
     The client resends the frames after `frames_received`. `plaintext`: the op stream does not use TLS,
@@ -96,13 +102,13 @@ class Fetch(_Message, frozen=True, tag="fetch"):
     machine: Annotated[str, Meta(max_length=128)] = ""
 
 
-class Fetched(_Message, frozen=True, tag="fetched"):
+class Fetched(_Reply, frozen=True, tag="fetched"):
     """The parcel follows as soon as it is available. `plaintext` as in Opened."""
 
     plaintext: bool = False
 
 
-class Error(_Message, frozen=True, tag="error"):
+class Error(_Reply, frozen=True, tag="error"):
     """Why the connection was rejected. `code` is one of errors.py."""
 
     code: _BoundedText
@@ -168,26 +174,24 @@ def send_reply(pipe: Pipe, message: Opened | Fetched | Error, *, peer: str, time
     _Handshake(pipe, peer, timeout_s).write(encode(message))
 
 
-def make_preface(version: int = VERSION) -> bytes:
-    return _PREFACE_FORMAT.pack(_PREFACE_MAGIC, version)
+def make_preface(versions: ProtocolVersions = SUPPORTED_VERSIONS) -> bytes:
+    return _PREFACE_FORMAT.pack(_PREFACE_MAGIC, versions.earlier_count, versions.highest)
 
 
-def check_preface(data: bytes, *, peer: str) -> None:
-    """Raises VersionError for another version of this protocol, ProtocolError for anything else."""
-    magic, version = _PREFACE_FORMAT.unpack(data)
+def choose_version(preface: bytes, *, own: ProtocolVersions = SUPPORTED_VERSIONS, peer: str) -> int:
+    """The version to use with the sender of `preface`. Raises VersionError if no version is common,
+    ProtocolError if it is not a preface."""
+    magic, earlier_count, highest = _PREFACE_FORMAT.unpack(preface)
     if magic != _PREFACE_MAGIC:
         raise ProtocolError(
-            f"{peer} does not speak the executor protocol: it sent {data!r}",
+            f"{peer} does not speak the executor protocol: it sent {preface!r}",
             hint="check the address and the port; another program may be listening there",
         )
-    if version != VERSION:
-        raise VersionError(
-            f"{peer} uses version {version} of the executor protocol, this side uses {VERSION}",
-            hint="install the same release of Genie on both sides",
-        )
+    theirs = ProtocolVersions.from_counts(highest=highest, earlier_count=earlier_count)
+    return choose_common_version(own, theirs, protocol="executor protocol", peer=peer)
 
 
-def encode(message: Open | Opened | Fetch | Fetched | Error) -> bytes:
+def encode(message: _Message) -> bytes:
     """A message with its length."""
     payload = msgspec.msgpack.encode(message)
     return _LENGTH_PREFIX.pack(len(payload)) + payload
@@ -218,7 +222,7 @@ class _Handshake:
 
     def exchange_prefaces(self) -> None:
         self.write(make_preface())
-        check_preface(self._read(_PREFACE_FORMAT.size), peer=self._peer)
+        choose_version(self._read(_PREFACE_FORMAT.size), peer=self._peer)
 
     def request(self, request: Open | Fetch, decoder: msgspec.msgpack.Decoder[_Answer | Error]) -> _Answer:
         self.write(encode(request))

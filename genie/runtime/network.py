@@ -33,6 +33,7 @@ from genie.errors import (
     UnreachableError,
 )
 from genie.model.names import address_text
+from genie.model.release import ProtocolVersions
 from genie.processes.file_limit import get_open_file_limit
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import wire
@@ -74,6 +75,8 @@ class Channel(Protocol):
     """host:port of the peer, for messages."""
     certificate_name: str
     """Name in the verified client certificate; empty without one."""
+    protocol_version: int
+    """The version of the protocol that both sides speak."""
 
     def set_frame_limit(self, size_bytes: int) -> None:
         """Sets the maximum size of a payload from the peer."""
@@ -137,6 +140,8 @@ class TcpChannel:
         host, port, *_ = writer.get_extra_info("peername") or ("unknown", 0)
         self.peer = address_text(host, port)
         self.certificate_name = _certificate_name(writer.get_extra_info("peercert"))
+        self.protocol_version = 0
+        """0 until `exchange_prefaces`."""
         self._frame_bytes_max = frame_bytes_max
         self._flush_on_close = flush_on_close
         self._on_authenticated = on_authenticated
@@ -228,8 +233,9 @@ class TcpChannel:
             data = await self._reader.readexactly(wire.HEADER_BYTES + length - len(left))
         self._receive_buffer, self._receive_buffer_start = left + data, 0
 
-    async def exchange_prefaces(self) -> None:
-        await self.send(wire.make_preface())
+    async def exchange_prefaces(self, versions: ProtocolVersions) -> None:
+        """Raises VersionError if the peer speaks none of these versions."""
+        await self.send(wire.make_preface(versions))
         try:
             async with asyncio.timeout(PREFACE_TIMEOUT_S):
                 data = await self._reader.readexactly(wire.PREFACE_BYTES)
@@ -251,7 +257,7 @@ class TcpChannel:
                 f"{self.peer} did not start the handshake within {PREFACE_TIMEOUT_S:g} s",
                 hint="it is not Genie, or one side uses TLS and the other does not",
             ) from None
-        wire.check_preface(data, peer=self.peer)
+        self.protocol_version = wire.choose_version(data, own=versions, peer=self.peer)
 
     def _has_verified_peer(self) -> bool:
         """Whether the peer is a server with a certificate of the cluster."""
@@ -277,12 +283,17 @@ class TcpChannel:
 
 class TcpNetwork:
     """TCP, with TLS 1.3 if a context is given. `limits`: those of each server; by default derived from the
-    limit on open files."""
+    limit on open files. `versions`: those of the protocol."""
 
     def __init__(
-        self, limits: ConnectionLimits | None = None, *, chance: Callable[[], float] = random.random
+        self,
+        limits: ConnectionLimits | None = None,
+        *,
+        chance: Callable[[], float] = random.random,
+        versions: ProtocolVersions = wire.SUPPORTED_VERSIONS,
     ) -> None:
         self._limits = limits
+        self._versions = versions
         self._jitter_rng = chance
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel:
@@ -292,7 +303,7 @@ class TcpNetwork:
         while True:
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    return await _connect(host, port, tls=tls)
+                    return await _connect(host, port, tls=tls, versions=self._versions)
             except TimeoutError:
                 raise DeadlineError(
                     f"{address_text(host, port)} did not respond within {timeout_s:g} s",
@@ -316,7 +327,7 @@ class TcpNetwork:
         limits = self._limits or ConnectionLimits.for_open_file_limit(get_open_file_limit())
         listeners = await _listen(host, port)
         try:
-            server = _TcpServer(ConnectionLimiter(limits), accept, tls)
+            server = _TcpServer(ConnectionLimiter(limits), accept, tls, self._versions)
             on_listening(listeners[0].getsockname()[1])
             async with unwrapped_task_group() as group:
                 for listener in listeners:
@@ -326,7 +337,7 @@ class TcpNetwork:
                 listener.close()
 
 
-async def _connect(host: str, port: int, *, tls: ClientTls | None) -> Channel:
+async def _connect(host: str, port: int, *, tls: ClientTls | None, versions: ProtocolVersions) -> Channel:
     try:
         reader, writer = await asyncio.open_connection(
             host,
@@ -336,7 +347,7 @@ async def _connect(host: str, port: int, *, tls: ClientTls | None) -> Channel:
         )
         channel = TcpChannel(reader, writer, frame_bytes_max=wire.FRAME_BYTES_MAX, flush_on_close=False)
         try:
-            await channel.exchange_prefaces()
+            await channel.exchange_prefaces(versions)
         except BaseException:
             channel.close()
             raise
@@ -351,8 +362,13 @@ class _TcpServer:
     """Accepts connections within the limits."""
 
     def __init__(
-        self, limiter: ConnectionLimiter, accept: AcceptCallback, tls: ssl.SSLContext | None
+        self,
+        limiter: ConnectionLimiter,
+        accept: AcceptCallback,
+        tls: ssl.SSLContext | None,
+        versions: ProtocolVersions,
     ) -> None:
+        self._versions = versions
         self._limiter = limiter
         self._accept_callback = accept
         self._tls = tls
@@ -405,7 +421,7 @@ class _TcpServer:
     async def _serve_channel(self, channel: TcpChannel, connection: OpenConnection) -> None:
         """Serves one connection. Logs all errors, so that they do not affect other connections."""
         try:
-            await channel.exchange_prefaces()
+            await channel.exchange_prefaces(self._versions)
             await self._accept_callback(channel)
         except TransportError as error:
             # Strangers must not fill the log.

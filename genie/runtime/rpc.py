@@ -69,6 +69,8 @@ class Peer:
     ) -> None:
         assert bool(requests) == (handler is not None)
         self.channel = channel
+        self.release = ""
+        """The version of Genie that the peer runs, as in its Hello or Welcome; empty before."""
         self._in_flight_max = in_flight_max
         self._decoder = wire.RequestDecoder(requests) if requests else None
         self._handler = handler
@@ -92,6 +94,19 @@ class Peer:
     @property
     def name(self) -> str:
         return self.channel.peer
+
+    @property
+    def protocol_version(self) -> int:
+        """The version of the protocol that both sides speak."""
+        return self.channel.protocol_version
+
+    @property
+    def name_with_release(self) -> str:
+        return f"{self.name} (Genie {self.release})" if self.release else self.name
+
+    def set_release(self, release: str) -> None:
+        """Sets the version of Genie that the peer runs, for messages."""
+        self.release = release
 
     @property
     def is_idle(self) -> bool:
@@ -171,7 +186,7 @@ class Peer:
             frame = await future
             if frame.kind is wire.FrameKind.ERROR:
                 return wire.decode_error(frame.payload, peer=self.name)
-            return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name)
+            return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name_with_release)
         except TimeoutError:
             return DeadlineError(
                 f"{self.name} did not reply to {type(request).__name__} within {timeout_s:g} s"
@@ -266,7 +281,7 @@ class Peer:
         if self._decoder is None or self._handler is None:
             raise ProtocolError("this side does not accept requests")
         try:
-            request = self._decoder.decode(frame.payload, peer=self.name)
+            request = self._decoder.decode(frame.payload, peer=self.name_with_release)
         except ProtocolError:
             self._invalid_requests += 1
             if self._invalid_requests > INVALID_REQUESTS_MAX:

@@ -1,8 +1,12 @@
 """The wire format between controller, agents and clients: a preface, then frames of limited size.
 
-A connection starts with eight bytes in each direction: b"GENIE", a zero, and the version. A frame is a header
+A connection starts with eight bytes in each direction: b"GENIE", the number of earlier versions that the
+sender speaks too, and the highest one; both sides then use the highest common version. A frame is a header
 (payload length, kind, call ID; big endian) and a payload, which is one msgpack struct of a known type. The
 length is checked against the limit before memory is allocated. There is no pickle and no free-form value.
+
+Decoding is strict. What a peer of a newer release adds to a request is rejected by name, because it may
+change the meaning of the rest; in a reply it is ignored.
 
 Connections are in network.py and rpc.py, the protocol of executors in device_protocol.py.
 """
@@ -20,14 +24,22 @@ import msgspec
 
 from genie.errors import FrameTooLargeError, GenieError, ProtocolError, VersionError, error_from_code
 from genie.model.messages import Message
+from genie.model.release import ProtocolVersions, choose_common_version
+from genie.model.unknown_fields import build_without_unknown_parts, find_unknown_parts
+from genie.version import __version__
 
-VERSION = 1
+SUPPORTED_VERSIONS = ProtocolVersions(lowest=1, highest=1)
 PREFACE_BYTES = 8
 FRAME_BYTES_MAX = 1024 * 1024
 UNAUTHENTICATED_FRAME_BYTES_MAX = 16 * 1024
 """Maximum frame size of an unauthenticated peer."""
 RETRY_AFTER_S_MAX = 3600.0
 
+_TYPE_FIELD = "type"
+_NAME_CHARS_MAX = 60
+_UPGRADE_HINT = (
+    "upgrade this side first, or do not use that feature yet; the order is: servers, agents, clients"
+)
 _PREFACE_FORMAT = struct.Struct(">5sBH")
 _FRAME_HEADER_FORMAT = struct.Struct(">IBI")
 HEADER_BYTES = _FRAME_HEADER_FORMAT.size
@@ -51,7 +63,9 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Unknown fields are ignored, as in every reply."""
+
     code: str
     message: str
     hint: str = ""
@@ -62,23 +76,21 @@ _encoder = msgspec.msgpack.Encoder()
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
 
 
-def make_preface(version: int = VERSION) -> bytes:
-    return _PREFACE_FORMAT.pack(b"GENIE", 0, version)
+def make_preface(versions: ProtocolVersions = SUPPORTED_VERSIONS) -> bytes:
+    return _PREFACE_FORMAT.pack(b"GENIE", versions.earlier_count, versions.highest)
 
 
-def check_preface(data: bytes, *, peer: str) -> None:
-    """Raises VersionError for another version of the protocol, ProtocolError for anything else."""
-    magic, zero, version = _PREFACE_FORMAT.unpack(data)
-    if magic != b"GENIE" or zero != 0:
+def choose_version(preface: bytes, *, own: ProtocolVersions = SUPPORTED_VERSIONS, peer: str) -> int:
+    """The version to use with the sender of `preface`. Raises VersionError if no version is common,
+    ProtocolError if it is not a preface."""
+    magic, earlier_count, highest = _PREFACE_FORMAT.unpack(preface)
+    if magic != b"GENIE":
         raise ProtocolError(
-            f"{peer} does not speak the Genie protocol: it sent {data!r}",
+            f"{peer} does not speak the Genie protocol: it sent {preface!r}",
             hint="check the address and the port; another program may be listening there",
         )
-    if version != VERSION:
-        raise VersionError(
-            f"{peer} uses version {version} of the Genie protocol, this side uses {VERSION}",
-            hint="install the same release of Genie on both sides",
-        )
+    theirs = ProtocolVersions.from_counts(highest=highest, earlier_count=earlier_count)
+    return choose_common_version(own, theirs, protocol="Genie protocol", peer=peer)
 
 
 def pack_frame(kind: FrameKind, call_id: int, payload: bytes) -> bytes:
@@ -114,14 +126,52 @@ class RequestDecoder:
     def __init__(self, types: Sequence[type[Message]]) -> None:
         union: Any = functools.reduce(operator.or_, types)  # Any: a union made at run time
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
+        self._type_by_name: dict[object, type[Message]] = {kind.__name__: kind for kind in types}
 
     def decode(self, payload: bytes, *, peer: str) -> Message:
-        return _decode(self._decoder, payload, peer)
+        """Raises VersionError for what only another release knows, and ProtocolError."""
+        try:
+            return _decode(self._decoder, payload, peer)
+        except ProtocolError:
+            self._check_known_to_this_release(payload, peer)
+            raise
+
+    def _check_known_to_this_release(self, payload: bytes, peer: str) -> None:
+        value = _decode_untyped(payload)
+        name = value.get(_TYPE_FIELD)
+        kind = self._type_by_name.get(name)
+        if kind is None and isinstance(name, str) and name.isidentifier():
+            raise VersionError(
+                f"{peer} sent the request {name[:_NAME_CHARS_MAX]}, which Genie {__version__} does not have",
+                hint=_UPGRADE_HINT,
+            )
+        if kind is not None and (unknown := find_unknown_parts(kind, value)):
+            raise VersionError(
+                f"{peer} sent {name} with {', '.join(unknown)}, which Genie {__version__} does not know and "
+                "must not ignore",
+                hint=_UPGRADE_HINT,
+            )
 
 
 def decode_reply(kind: type[_Reply], payload: bytes, *, peer: str) -> _Reply:
-    reply: _Reply = _decode(_reply_decoder(kind), payload, peer)
+    """Ignores what only a newer release knows: unknown fields, and values of enums, which stay text."""
+    try:
+        reply: _Reply = _decode(_reply_decoder(kind), payload, peer)
+    except ProtocolError:
+        found = build_without_unknown_parts(kind, _decode_untyped(payload))
+        if found is None:
+            raise
+        return found
     return reply
+
+
+def _decode_untyped(payload: bytes) -> dict[object, object]:
+    """The fields of a message that its decoder has rejected; empty if it is damaged."""
+    try:
+        value = msgspec.msgpack.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @functools.cache

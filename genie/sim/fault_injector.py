@@ -4,6 +4,7 @@ and full disks, clock steps.
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
 outage of the store for all controllers. RECOVERY_FAULTS are those of outages.py and restores.py.
+`upgrade_node` and `upgrade_controller` restart a host with the other one of two releases.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
@@ -75,6 +76,7 @@ LOCK_FAULTS = (
     *("slow_store", "hang_store"),
 )
 POWER_FAULTS = ("power_leader", "power_leader_and_store", "hang_store", "power_node", "crash_node", "drain")
+SKEW_FAULTS = ("upgrade_node", "upgrade_controller", "restart_controller", "cut_node", "lose_store")
 RECOVERY_FAULTS = {
     **CLUSTER_FAULTS,
     "restore": restore_store,
@@ -85,7 +87,10 @@ DRAIN_FAULTS = (
     *("restart_controller", "fail_back", "lose_store", "lose_reply"),
 )
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
-    ("crash_node", "power_node", "torn_write", "change_gpus", "change_gpus_on_restart", "remove_node")
+    (
+        *("crash_node", "power_node", "torn_write", "upgrade_node"),
+        *("change_gpus", "change_gpus_on_restart", "remove_node"),
+    )
 )
 """Faults that may end the jobs of their node."""
 FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
@@ -232,6 +237,8 @@ async def _inject_and_end_fault(
             await _send_request_ignoring_errors(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
             await _change_gpus_of_node(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
+        case "upgrade_node" | "upgrade_controller":
+            await _upgrade_or_downgrade(cluster, node if kind == "upgrade_node" else controller, duration_s)
         case "crash_node" | "power_node" | "restart_controller":
             host = controller if kind == "restart_controller" else node
             cluster.crash(host, power_off=kind == "power_node")
@@ -274,6 +281,14 @@ async def _end_drain(cluster: SimCluster, node: str) -> None:
     cluster.drain_count_by_host[node] -= 1
     if not cluster.drain_count_by_host[node]:
         await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
+
+
+async def _upgrade_or_downgrade(cluster: SimCluster, host: str, duration_s: float) -> None:
+    """Restart a controller or agent with the other one of two releases."""
+    cluster.crash(host)
+    cluster.world.hosts_of_next_release ^= {host}
+    await asyncio.sleep(duration_s)
+    cluster.restart(host)
 
 
 async def _change_gpus_of_node(

@@ -28,6 +28,7 @@ from genie.processes.clock import Timer
 from genie.runtime import wire
 from genie.runtime.connection_limits import ConnectionLimiter, ConnectionLimits, OpenConnection
 from genie.runtime.network import AcceptCallback, ClientTls
+from genie.sim.next_release import change_frame_to_next_release
 
 START_WALL_TIME_S = 1_700_000_000.0
 _CUT_LINK_POLL_INTERVAL_S = 0.1
@@ -63,6 +64,8 @@ class World:
         self._frozen_until_s: dict[str, float] = {}
         self._paused_until_s: dict[str, float] = {}
         self._hosts_without_power: set[str] = set()
+        self.hosts_of_next_release: set[str] = set()
+        """Hosts that send frames as a later release of Genie does (next_release.py)."""
         self._cut_counts_by_direction: Counter[tuple[str, str]] = Counter()
         """Number of cuts by sender and receiver: faults may overlap."""
         self.listeners: dict[tuple[str, int], _Listener] = {}
@@ -231,6 +234,7 @@ class _Channel:
     """One end of a simulated connection."""
 
     certificate_name = ""
+    protocol_version = wire.SUPPORTED_VERSIONS.highest
 
     def __init__(self, world: World, host: str, other_host: str, *, frame_bytes_max: int) -> None:
         self._world = world
@@ -261,6 +265,8 @@ class _Channel:
             raise ConnectionLostError(f"the connection to {self.peer} was lost")
         if frame[_FRAME_KIND_OFFSET] == wire.FrameKind.REQUEST:
             self._world.requests_sent_by_host[self.host] += 1
+        if self.host in self._world.hosts_of_next_release:
+            frame = change_frame_to_next_release(frame)
         await _sleep_until(self._world.occupy_cpu(self.host, sent_bytes=len(frame)))
         await self._outbox.put(frame)
 

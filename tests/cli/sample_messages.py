@@ -6,6 +6,7 @@ from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Placement, Resources
 from genie.model.messages import NodeView, StatusReply
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus, Vendor
+from genie.version import __version__
 
 
 def make_job(
@@ -49,7 +50,7 @@ def make_node_view() -> NodeView:
 def make_status_reply() -> StatusReply:
     return StatusReply(
         cluster_id="c1",
-        version="0.0",
+        version=__version__,
         leading=True,
         leader="127.0.0.1:5555",
         store="sqlite",

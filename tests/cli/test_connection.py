@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from genie.model.messages import GetStatus
+from genie.model.release import OWN_RELEASE, ProtocolVersions
 from genie.runtime import wire
 from tests.cli.sample_messages import make_status_reply
 from tests.cli.scripted_controller import make_unknown_token
@@ -52,6 +53,19 @@ def test_unreachable_cluster_is_a_transport_error(genie, unknown_token) -> None:
     assert "nothing listens there" in ran.err and "hint: " in ran.err
 
 
+@pytest.mark.parametrize(("minor_versions", "code"), [(1, 0), (2, 255)])
+def test_controller_of_a_release_that_is_too_new_is_rejected_by_name(
+    genie, controller, minor_versions: int, code: int
+) -> None:
+    controller.version = f"{OWN_RELEASE.major}.{OWN_RELEASE.minor + minor_versions}.0"
+    controller.replies[GetStatus] = make_status_reply()
+    ran = genie("status")
+    assert ran.code == code
+    if code:
+        assert f"runs Genie {controller.version}, this side runs" in " ".join(ran.err.split())
+        assert "upgrade this side first" in " ".join(ran.err.split())
+
+
 def test_unresolvable_name_is_a_transport_error(genie, monkeypatch) -> None:
     monkeypatch.setenv("GENIE_TOKEN", str(make_unknown_token(pin="p" * 43)))
     ran = genie("nodes", "--address", "no-such-host.invalid")
@@ -62,7 +76,7 @@ def test_unresolvable_name_is_a_transport_error(genie, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("greeting", "message"),
     [
-        (wire.make_preface(wire.VERSION + 1), "of the Genie protocol, this side"),
+        (wire.make_preface(ProtocolVersions(lowest=8, highest=9)), "of the Genie protocol, this side"),
         (b"HTTP/1.1 400 Bad Request\r\n", "does not speak the Genie protocol"),
         (b"", "disconnected before the handshake"),
         (wire.make_preface() + b"\xff" * 64, "frame"),

@@ -14,6 +14,7 @@ from genie.model.tenant import TokenKind
 from genie.runtime import rpc
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import NO_PIN, new_token
+from genie.version import __version__
 from tests.controller.running_controller import running_controller
 from tests.fakes.agent import make_node_info
 from tests.fakes.controller import HOST, OWNER_TOKEN, FakeController
@@ -42,7 +43,7 @@ async def connect_unauthenticated(kind: str, folder: Path) -> AsyncIterator[tupl
 
 
 def hello(token: str) -> Hello:
-    return Hello(token=token, program="test", version="0")
+    return Hello(token=token, program="test", version=__version__)
 
 
 async def test_request_before_hello_is_rejected(kind: str, tmp_path: Path) -> None:

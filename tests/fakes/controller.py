@@ -128,6 +128,8 @@ class FakeController:
     held_blobs: dict[str, asyncio.Event] = field(default_factory=dict)
     """By digest: blobs that are not served before the event is set."""
     more_controllers: tuple[str, ...] = ()
+    version: str = genie.__version__
+    """In the reply to Hello."""
     refusals: dict[type[Message], GenieError] = field(default_factory=dict)
     """Errors to reply with, by type of request."""
     nodes: tuple[NodeInfo, ...] = ()
@@ -246,7 +248,7 @@ class FakeController:
         peer.channel.set_frame_limit(wire.FRAME_BYTES_MAX)
         return Welcome(
             cluster_id=CLUSTER_ID,
-            version=genie.__version__,
+            version=self.version,
             tenant=DEFAULT_TENANT,
             kind=token.kind,
             leading=self.leading and not self.leader,

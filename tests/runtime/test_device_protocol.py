@@ -28,6 +28,7 @@ from genie.errors import (
     TransportError,
     VersionError,
 )
+from genie.model.release import ProtocolVersions
 from genie.runtime import device_protocol
 from genie.runtime.device_protocol import Error, Fetch, Fetched, Open, Opened
 from tests.executor.client import SocketPipe
@@ -236,14 +237,30 @@ def test_damaged_message_is_rejected_or_decoded(data: st.DataObject) -> None:
 @pytest.mark.parametrize("data", [b"GET / HT", b"GENIE\x00\x00\x01", bytes(8)])
 def test_foreign_peer_is_recognized(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="does not speak"):
-        device_protocol.check_preface(data, peer="x")
+        device_protocol.choose_version(data, peer="x")
 
 
 @pytest.mark.parametrize("version", [1, 9])
 def test_peer_of_another_version_is_recognized(version: int) -> None:
-    with pytest.raises(VersionError, match=f"version {version}"):
-        device_protocol.check_preface(device_protocol.make_preface(version), peer="x")
-    device_protocol.check_preface(device_protocol.make_preface(), peer="x")
+    theirs = ProtocolVersions(lowest=version, highest=version)
+    with pytest.raises(VersionError, match=f"version {version} of the executor protocol, this side .* 4"):
+        device_protocol.choose_version(device_protocol.make_preface(theirs), peer="x")
+
+
+def test_preface_negotiates_the_highest_common_version() -> None:
+    assert device_protocol.make_preface() == b"GENIEX\x00\x04"  # as releases without negotiation send it
+    newer = device_protocol.make_preface(ProtocolVersions(lowest=4, highest=6))
+    assert device_protocol.choose_version(newer, peer="x") == 4
+    assert device_protocol.choose_version(newer, own=ProtocolVersions(lowest=3, highest=5), peer="x") == 5
+
+
+def test_reply_of_a_newer_executor_is_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fields = msgspec.to_builtins(FACTS)
+        payload = msgspec.msgpack.encode([*fields, "what a later release adds"])
+        theirs.sendall(device_protocol.make_preface() + pack_message(payload))
+        assert open_session(SocketPipe(ours)) == FACTS
 
 
 # --- timeouts and losses --------------------------------------------------------------------------

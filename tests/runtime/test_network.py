@@ -27,7 +27,8 @@ from genie.errors import (
     UnreachableError,
     VersionError,
 )
-from genie.runtime import connection_limits, tls, wire
+from genie.model.release import ProtocolVersions
+from genie.runtime import connection_limits, rpc, tls, wire
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.network import Channel, ClientTls, TcpChannel, TcpNetwork, explain_connect_failure
 from tests.waiting import until
@@ -76,6 +77,30 @@ async def test_frames_arrive_whole_and_in_order() -> None:
         channel.close()
 
 
+@pytest.mark.parametrize(("highest_of_client", "chosen"), [(1, 1), (3, 2)])
+async def test_connection_uses_the_highest_common_version(highest_of_client: int, chosen: int) -> None:
+    of_server: list[int] = []
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def accept(channel: Channel) -> None:
+        of_server.append(channel.protocol_version)
+        await _echo_frames(channel)
+
+    server = TcpNetwork(versions=ProtocolVersions(lowest=1, highest=2))
+    client = TcpNetwork(versions=ProtocolVersions(lowest=1, highest=highest_of_client))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(server.serve("127.0.0.1", 0, accept, tls=None, on_listening=port.set_result))
+        channel = await client.connect("127.0.0.1", await port, tls=None, timeout_s=5)
+        await channel.send(wire.pack_frame(wire.FrameKind.REQUEST, 1, b""))
+        await channel.receive()
+        assert (rpc.Peer(channel).protocol_version, of_server) == (chosen, [chosen])
+        channel.close()
+        newest = TcpNetwork(versions=ProtocolVersions(lowest=3, highest=4))
+        with pytest.raises(VersionError, match=r"speaks version 1 to 2 .* speaks 3 to 4"):
+            await newest.connect("127.0.0.1", await port, tls=None, timeout_s=5)
+        task.cancel()
+
+
 async def test_unauthenticated_peer_may_send_small_frames_only() -> None:
     async with run_server() as port:
         channel = await TcpNetwork().connect("127.0.0.1", port, tls=None, timeout_s=5)
@@ -106,8 +131,8 @@ async def test_failed_connect_error_states_the_cause() -> None:
     async with run_foreign_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
-    async with run_foreign_server(wire.make_preface(7)) as port:
-        with pytest.raises(VersionError, match="uses version 7"):
+    async with run_foreign_server(wire.make_preface(ProtocolVersions(lowest=7, highest=7))) as port:
+        with pytest.raises(VersionError, match="speaks version 7"):
             await network.connect("127.0.0.1", port, tls=None, timeout_s=5)
 
 

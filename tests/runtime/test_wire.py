@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -15,17 +17,59 @@ from genie.errors import (
     ProtocolError,
     VersionError,
 )
-from genie.model.messages import CONTROLLER_REQUESTS, Done, GetJob, Hello, JobReply, reply_type
+from genie.model.messages import (
+    CONTROLLER_REQUESTS,
+    GetJob,
+    Heartbeat,
+    Hello,
+    JobReply,
+    RunningJob,
+    SubmitJob,
+    reply_type,
+)
+from genie.model.release import ProtocolVersions
 from genie.runtime import wire
+from genie.version import __version__
 
 
-def test_only_the_preface_of_this_version_is_accepted() -> None:
-    wire.check_preface(wire.make_preface(), peer="x")
-    with pytest.raises(VersionError, match="uses version 2 of the Genie protocol, this side uses 1"):
-        wire.check_preface(wire.make_preface(2), peer="x")
-    for data in (b"HTTP/1.1", b"GENIE\x01\x00\x01", b"\0" * 8):
+def test_preface_of_releases_without_negotiation_is_sent_and_accepted() -> None:
+    assert wire.make_preface() == b"GENIE\x00\x00\x01"
+    assert wire.choose_version(b"GENIE\x00\x00\x01", peer="x") == 1
+    assert wire.choose_version(b"GENIE\x00\x00\x01", own=ProtocolVersions(lowest=1, highest=9), peer="x") == 1
+
+
+@given(
+    own=st.lists(st.integers(1, 200), min_size=2, max_size=2),
+    theirs=st.lists(st.integers(1, 200), min_size=2, max_size=2),
+)
+def test_both_sides_choose_the_highest_common_version(own: list[int], theirs: list[int]) -> None:
+    one, other = (ProtocolVersions(lowest=min(each), highest=max(each)) for each in (own, theirs))
+    common = set(range(one.lowest, one.highest + 1)) & set(range(other.lowest, other.highest + 1))
+    if common:
+        for mine, its in ((one, other), (other, one)):
+            assert wire.choose_version(wire.make_preface(its), own=mine, peer="x") == max(common)
+    else:
+        with pytest.raises(VersionError, match=r"version .* of the Genie protocol, this side .* speaks"):
+            wire.choose_version(wire.make_preface(other), own=one, peer="x")
+
+
+def test_error_names_both_ranges_and_which_side_to_upgrade() -> None:
+    ours = ProtocolVersions(lowest=2, highest=3)
+    for highest, earlier_count, ranges, older in (
+        (7, 2, "speaks version 5 to 7 .* speaks 2 to 3", "a newer release .* upgrade this side first"),
+        (1, 0, "speaks version 1 .* speaks 2 to 3", "an older release .* upgrade x first"),
+    ):
+        theirs = ProtocolVersions.from_counts(highest=highest, earlier_count=earlier_count)
+        with pytest.raises(VersionError, match=ranges) as caught:
+            wire.choose_version(wire.make_preface(theirs), own=ours, peer="x")
+        assert re.search(older, caught.value.hint)
+        assert f"(Genie {__version__})" in caught.value.message
+
+
+def test_other_programs_are_recognized_by_their_preface() -> None:
+    for data in (b"HTTP/1.1", b"GENIX\x01\x00\x01", b"\0" * 8):
         with pytest.raises(ProtocolError, match="does not speak the Genie protocol"):
-            wire.check_preface(data, peer="x")
+            wire.choose_version(data, peer="x")
 
 
 @given(
@@ -68,18 +112,102 @@ def test_any_payload_is_decoded_or_rejected(payload: bytes) -> None:
     assert isinstance(request, CONTROLLER_REQUESTS)
 
 
-def test_unknown_requests_and_fields_are_rejected() -> None:
+def test_invalid_requests_are_rejected() -> None:
     decoder = wire.RequestDecoder((GetJob, Hello))
     assert decoder.decode(wire.encode_message(GetJob(job_id="j")), peer="x") == GetJob(job_id="j")
     for body in (
-        wire.encode_message(Done()),
-        msgspec.msgpack.encode({"type": "GetJob", "job_id": "j", "more": 1}),
         msgspec.msgpack.encode({"type": "GetJob", "job_id": 7}),
         msgspec.msgpack.encode({"type": "GetJob"}),
         b"\x91" * 100_000,
     ):
         with pytest.raises(ProtocolError, match="sent an invalid message"):
             decoder.decode(body, peer="x")
+
+
+def _encode_fields(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def test_request_of_a_newer_release_is_rejected_by_name() -> None:
+    decoder = wire.RequestDecoder((GetJob, SubmitJob, Hello))
+    spec = {"name": "n", "command": ["true"], "wishes": {"pods": 2}}
+    for body, what in (
+        (
+            _encode_fields(type="PauseJob", job_id="j"),
+            "sent the request PauseJob, which Genie .* does not have",
+        ),
+        (_encode_fields(type="GetJob", job_id="j", more=1), "sent GetJob with more, which Genie .* not know"),
+        (
+            _encode_fields(type="GetJob", job_id="j", while_state="paused"),
+            "with while_state = 'paused', which",
+        ),
+        (
+            _encode_fields(type="SubmitJob", spec=spec, request_id="r"),
+            "sent SubmitJob with spec.wishes.pods, ",
+        ),
+    ):
+        with pytest.raises(VersionError, match=what) as caught:
+            decoder.decode(body, peer="1.2.3.4:5 (Genie 0.9.0)")
+        assert caught.value.message.startswith("1.2.3.4:5 (Genie 0.9.0) sent ")
+        assert "upgrade this side first" in caught.value.hint
+
+
+def test_names_in_a_version_error_are_short_and_printable() -> None:
+    decoder = wire.RequestDecoder((GetJob,))
+    many = {f"\n{number}" + "x" * 5000: 1 for number in range(5000)}
+    with pytest.raises(VersionError) as caught:
+        decoder.decode(_encode_fields(type="GetJob", job_id="j", **many), peer="x")
+    assert len(caught.value.message) < 1000
+    assert caught.value.message.isprintable()
+
+
+def test_report_of_a_newer_release_is_read_without_its_unknown_parts() -> None:
+    gpu = {"gpu_id": 0, "name": "TPU", "vendor": "acme", "cooling": "liquid"}
+    node = {
+        "node_id": "a",
+        "hostname": "a",
+        "role": "worker",
+        "host": "h",
+        "status": "throttled",
+        "gpus": [gpu],
+    }
+    body = _encode_fields(
+        type="Heartbeat",
+        node_id="a",
+        incarnation=1,
+        node={**node, "orbit": "low"},
+        running=[{"job_id": "j", "epoch": 1, "mood": 3}],
+        exits=[{"job_id": "k", "epoch": 1, "exit_code": 0, "reason": "", "ended_at": 1.0, "oom": True}],
+        weather="fair",
+    )
+    heartbeat = wire.RequestDecoder((Heartbeat,)).decode(body, peer="x")
+    assert isinstance(heartbeat, Heartbeat)
+    assert (heartbeat.node.status, heartbeat.node.gpus[0].vendor) == ("throttled", "acme")
+    assert heartbeat.running == (RunningJob(job_id="j", epoch=1),)
+    again = wire.RequestDecoder((Heartbeat,)).decode(wire.encode_message(heartbeat), peer="x")
+    assert again == heartbeat
+
+
+def test_reply_of_a_newer_release_is_read_without_its_unknown_parts() -> None:
+    job = {
+        "job_id": "j",
+        "tenant": "t",
+        "owner": "o",
+        "spec": {"name": "n", "command": ["true"], "wishes": {"pods": 2, "workers": 3}},
+        "state": "paused",
+        "reason": "",
+        "submitted_at": 1.0,
+        "sequence": 4,
+        "stop": "pause",
+        "mood": "good",
+    }
+    reply = wire.decode_reply(JobReply, _encode_fields(type="JobReply", job=job, more=[1]), peer="x")
+    assert (reply.job.job_id, reply.job.sequence, reply.job.spec.constraints.workers) == ("j", 4, 3)
+    assert (reply.job.state, f"{reply.job.state}", reply.job.stop) == ("paused", "paused", "pause")
+    assert not reply.job.state.is_final
+    for damaged in ({**job, "sequence": "x"}, {**job, "spec": {}}, {"job_id": "j"}):
+        with pytest.raises(ProtocolError, match="sent an invalid message"):
+            wire.decode_reply(JobReply, _encode_fields(type="JobReply", job=damaged), peer="x")
 
 
 def test_every_request_has_a_reply_type() -> None:
@@ -96,7 +224,7 @@ def test_error_keeps_type_message_and_hint() -> None:
         wire.encode_error(OverloadedError("too many requests", retry_after_s=0.5)), peer="x"
     )
     assert (type(overloaded), overloaded.retry_after_s) == (OverloadedError, 0.5)
-    unknown = msgspec.msgpack.encode({"code": "of.tomorrow", "message": "m", "hint": ""})
+    unknown = _encode_fields(code="of.tomorrow", message="m", hint="", cause="unknown too")
     assert type(wire.decode_error(unknown, peer="x")) is GenieError
     with pytest.raises(ProtocolError):
         wire.decode_error(b"\x00", peer="x")

@@ -365,6 +365,11 @@ def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def _plant_strict_replies(patch: pytest.MonkeyPatch) -> None:
+    """A reply of a later release is rejected because of fields that this one does not know."""
+    patch.setattr(wire, "build_without_unknown_parts", lambda kind, value: None)
+
+
 DEFECTS = {
     "failing exits": Defect(
         _plant_failing_exits, "hostile", ("store_oversized_job",), (5, 15), "without a fault"
@@ -458,6 +463,9 @@ DEFECTS = {
     ),
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
+    ),
+    "strict replies": Defect(
+        _plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "could not be read"
     ),
     **FAILOVER_DEFECTS,
 }

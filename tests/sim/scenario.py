@@ -148,6 +148,7 @@ SCENARIO_KINDS = {
         ),
         controllers=2,
     ),
+    "skew": ScenarioKind(fault_injector.SKEW_FAULTS, controllers=3),
 }
 
 

@@ -52,7 +52,10 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
             ("jobs", _format_nonzero_counts(reply.jobs)),
             ("clients", str(reply.clients)),
             ("policy", reply.policy_fault or reply.policy),
-            *(("alarm", text) for text in reply.alarms),
+        ]
+    facts += [("alarm", text) for text in reply.alarms]
+    if reply.leading:
+        facts += [
             *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
         ]
     output.write_fields(facts)
@@ -95,10 +98,12 @@ def write_node_and_gpu_tables(views: tuple[NodeView, ...]) -> None:
 
 
 def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
-    """Write the node table, with racks and labels if any node has them."""
+    """Write the node table, with racks and labels if any node has them, and with versions that differ."""
+    versions = [view.info.version for view in views]
     extra: dict[str, list[str]] = {
         "rack": [view.info.rack for view in views],
         "labels": [", ".join(f"{key}={value}" for key, value in view.info.labels.items()) for view in views],
+        "version": versions if len(set(versions)) > 1 else [],
     }
     extra = {name: texts for name, texts in extra.items() if any(texts)}
     rows = [_node_row(view, now=now) for view in views]

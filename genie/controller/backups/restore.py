@@ -31,10 +31,13 @@ from genie.controller.ledger import (
     Counter,
     read_cluster_record,
 )
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX
 from genie.controller.store import Compare, Delete, Put, Store
-from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
+from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError, VersionError
 from genie.model.fencing import GENERATION_MAX
+from genie.model.release import OWN_RELEASE, parse_release
 from genie.processes.tasks import Offload
+from genie.version import __version__
 
 _EPOCH_COUNTER_KEY = COUNTER_KEY_PREFIX + EPOCH_COUNTER
 _KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
@@ -76,6 +79,7 @@ async def restore_backup(
     `generation` must be higher than that of the backup.
     """
     await offload(reader.verify)
+    _check_release_of_backup(reader.header)
     if not reader.header.generation < generation <= GENERATION_MAX:
         raise BackupError(
             f"generation {generation} is not above that of the backup, {reader.header.generation}",
@@ -135,6 +139,20 @@ async def check_store_empty(store: Store, *, store_name: str) -> None:
         )
 
 
+def _check_release_of_backup(header: BackupHeader) -> None:
+    """Raise BackupError for a backup of a later release than the next minor one: its rows may mean something
+    else. Those of the next one that this release cannot read stay in the store unchanged."""
+    try:
+        release = parse_release(header.genie_version)
+    except VersionError:
+        return  # of a development version
+    if release > OWN_RELEASE and not release.works_with(OWN_RELEASE):
+        raise BackupError(
+            f"the backup was made with Genie {header.genie_version}, this is {__version__}",
+            hint=f"install Genie {release} or a release one minor version apart",
+        )
+
+
 class _RowsToRestore:
     """The rows of a backup as they are restored, with a digest to compare them with the store."""
 
@@ -168,7 +186,8 @@ class _RowsToRestore:
             self.written_last[key] = value
             return False
         # Controllers register again when they start; agents must not look for the previous ones.
-        return not key.startswith(CONTROLLER_KEY_PREFIX) and key not in (LEADER_KEY, RESTORE_MARK_KEY)
+        is_of_servers = key.startswith((CONTROLLER_KEY_PREFIX, SERVER_RELEASE_KEY_PREFIX))
+        return not is_of_servers and key not in (LEADER_KEY, RESTORE_MARK_KEY)
 
 
 def update_digest_with_row(digest: hashlib._Hash, row: BackupRow) -> None:

@@ -54,7 +54,8 @@ class JobCatalog:
         return self._ledger.jobs.get(job_id)
 
     def find(self, id_or_name: str, identity: Identity) -> Job:
-        """Find a job by ID or by a unique name. Raise JobNotFoundError, also for jobs of other tenants."""
+        """Find a job by ID or by a unique name. Raise JobNotFoundError, also for jobs of other tenants, and
+        ReleaseSkewError for a job that only a newer release can read."""
         job = self.get(id_or_name)
         if job is not None and can_see(identity, job):
             return job
@@ -65,6 +66,7 @@ class JobCatalog:
         if count:
             shown = [self._ledger.jobs[job_id] for job_id in sorted(named)]
             raise _ambiguous_name_error(f"{count} jobs", id_or_name, shown)
+        self._ledger.jobs.check_writable(id_or_name)
         raise JobNotFoundError(
             f"there is no job {id_or_name[:80]!r}", hint="'genie jobs --all' lists all jobs"
         )

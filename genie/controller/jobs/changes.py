@@ -42,6 +42,8 @@ class JobChange(Generic[_Output_co]):
     rank: int | None = None
 
     def stage_change(self, jobs: LedgerTable[Job], txn: Transaction) -> _Output_co:
+        """Raise ReleaseSkewError for a job that a newer release wrote: what happens to it stays unsettled."""
+        jobs.check_writable(self.job_id)
         return self.build(txn.get(jobs, self.job_id), txn)
 
 

@@ -40,6 +40,7 @@ from genie.errors import (
     StoreError,
     TransportError,
     UnreachableError,
+    VersionError,
 )
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_name
@@ -147,6 +148,8 @@ class Agents:
 
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
+            if self._ledger.nodes.why_read_only(node_id) or self._ledger.holds.why_read_only(node_id):
+                return  # its jobs go on; nothing is placed there
             before = self._ledger.nodes.get(node_id) or record
             kept = msgspec.structs.replace(
                 record, drain_status=before.drain_status, moves_jobs=before.moves_jobs
@@ -450,7 +453,7 @@ class Agents:
             )
 
     def _check_holds_readable(self, node_id: str) -> None:
-        if self._ledger.holds.is_unreadable(node_id):
+        if self._ledger.holds.is_unreadable(node_id) and not self._ledger.holds.why_read_only(node_id):
             raise NodeError(
                 f"the stored allocations of node {node_id} cannot be read",
                 hint=f"run 'genie forget {node_id}' as the owner, then let the node join again",
@@ -601,6 +604,13 @@ class Agents:
                 _log.info("could not record the failed launch of %s: %s", job.worker_name(rank), failure)
 
     async def _handle_failed_launch(self, job: Job, node_id: str, error: GenieError) -> None:
+        reason = f"node {node_id} rejected the launch: {error}"
+        if isinstance(error, VersionError):
+            # The node runs another release: the job waits for another node, or for its upgrade.
+            await self._lifecycle.requeue_unconfirmed(
+                job.job_id, epoch=job.epoch, reason=reason, cause=LaunchFailureCause.NODE
+            )
+            return
         # A ProtocolError has reached the agent: sending it again would not help.
         if isinstance(error, TransportError) and not isinstance(error, ProtocolError):
             reason = f"the launch on node {node_id} could not be delivered: {error}"
@@ -612,7 +622,6 @@ class Agents:
         if isinstance(error, NodeUnfitError):
             cause = LaunchFailureCause.NODE
             self._node_faults.record_fault(node_id, error.message)
-        reason = f"node {node_id} rejected the launch: {error}"
         await self._lifecycle.requeue_unconfirmed(job.job_id, epoch=job.epoch, reason=reason, cause=cause)
 
     async def _deliver_kill(self, job: Job, rank: int) -> None:

@@ -51,6 +51,7 @@ from genie.model.messages import (
     Welcome,
 )
 from genie.model.names import validate_name
+from genie.model.release import check_releases_work_together
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.runtime.network import Channel
@@ -197,6 +198,7 @@ class RequestService:
         usage = self._request_limits.get_token_usage(identity)
         if usage is not None:
             self._request_limits.check_and_charge_request(usage, request)
+        _check_release(connection, request.version, peer=request.program or "the client")
         self._connections.authenticate(connection, identity, controllers=self._get_controllers())
         connection.token_usage = usage
         record = self._ledger.cluster.get("")
@@ -215,6 +217,7 @@ class RequestService:
         name = validate_name(request.name, what="controller name")
         check_text(request.version, what="version")
         self._admission.check_server_certificate(connection.peer.channel.certificate_name)
+        _check_release(connection, request.version, peer=f"controller {name}")
         identity = Identity(token_id=f"server-{name}", kind=TokenKind.SERVER, tenant="", name=name)
         self._connections.authenticate(connection, identity, controllers=())
         return Done()
@@ -263,6 +266,14 @@ class RequestService:
 
     async def _handle_sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
         return self._admission.sign_executor(connection.identity.name, request)
+
+
+def _check_release(connection: Connection, version: str, *, peer: str) -> None:
+    """Raise VersionError unless a peer of this version works with this release."""
+    check_releases_work_together(
+        peer_version=version, peer=f"{peer} at {connection.peer.name}", this_side="this controller"
+    )
+    connection.peer.set_release(version)
 
 
 async def _with_store_cause(reply: Awaitable[Message]) -> Message:

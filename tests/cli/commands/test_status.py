@@ -56,11 +56,33 @@ def test_status_of_a_standby_names_the_leader(genie, controller, leader, message
     assert "accelerators" not in ran.out and "jobs" not in ran.out
 
 
+def test_standby_shows_why_it_cannot_lead(genie, controller) -> None:
+    reply = msgspec.structs.replace(
+        make_status_reply(), leading=False, leader="", alarms=("this server cannot lead: it runs 9.0",)
+    )
+    controller.replies[GetStatus] = reply
+    assert "alarm    this server cannot lead: it runs 9.0" in genie("status").out
+
+
 def test_status_prints_json(genie, controller) -> None:
     controller.replies[GetStatus] = make_status_reply()
     document = json.loads(genie("status", "--json").out)
     assert set(document) == {"address", *make_status_reply().__struct_fields__}
     assert document["nodes"] == {"healthy": 1}
+
+
+def test_nodes_shows_versions_if_they_differ(genie, controller) -> None:
+    def make_reply(*versions: str) -> NodesReply:
+        view = make_node_view()
+        infos = [msgspec.structs.replace(view.info, version=version) for version in versions]
+        return NodesReply(nodes=tuple(msgspec.structs.replace(view, info=info) for info in infos))
+
+    controller.replies[ListNodes] = make_reply("0.1.0", "0.1.0")
+    assert "VERSION" not in genie("nodes").out
+    controller.replies[ListNodes] = make_reply("0.1.0", "0.2.0")
+    heading, first, second = genie("nodes").out.split("\n\n")[0].splitlines()
+    assert "VERSION" in heading
+    assert ("0.1.0" in first, "0.2.0" in second) == (True, True)
 
 
 def test_nodes_shows_accelerators_and_jobs(genie, controller) -> None:

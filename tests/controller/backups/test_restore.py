@@ -17,6 +17,7 @@ from genie.controller.ledger import ClusterRecord, Counter, read_cluster_record
 from genie.controller.store import Put, Store, TxnResult
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX
+from genie.model.release import OWN_RELEASE
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import run_inline
 from genie.sim.store import MemoryStore
@@ -68,8 +69,25 @@ async def _read_all(store: Store) -> dict[str, bytes]:
     return {item.key: item.value for item in page.items}
 
 
+@pytest.mark.parametrize(("minor_versions", "is_restored"), [(-3, True), (1, True), (2, False)])
+async def test_backup_of_a_release_that_is_too_new_is_not_restored(
+    tmp_path: Path, minor_versions: int, is_restored: bool
+) -> None:
+    reader = await _back_up(tmp_path / "backup", ROWS)
+    version = f"{OWN_RELEASE.major}.{max(OWN_RELEASE.minor + minor_versions, 0)}.4"
+    reader.header = msgspec.structs.replace(reader.header, genie_version=version)
+    async with _open_memory() as store:
+        if is_restored:
+            await _restore(reader, store)
+            return
+        with pytest.raises(BackupError, match=f"was made with Genie {version}, this is"):
+            await _restore(reader, store)
+        assert await _read_all(store) == {}
+
+
 async def test_all_rows_are_restored_except_the_addresses_of_controllers(tmp_path: Path) -> None:
-    reader = await _back_up(tmp_path / "backup", {**ROWS, "controller/one": b"10.0.0.1:5555"})
+    of_servers = {"controller/one": b"10.0.0.1:5555", "release/one": b"{}"}
+    reader = await _back_up(tmp_path / "backup", {**ROWS, **of_servers})
     async with _open_memory() as store:
         restored = await _restore(reader, store)
         found = await _read_all(store)

@@ -30,6 +30,7 @@ from genie.processes.tasks import run_inline
 from genie.runtime import rpc, tls
 from genie.runtime.network import ClientTls, TcpNetwork
 from genie.sim.store import MemoryStore
+from genie.version import __version__
 from tests.controller.running_controller import Client, RunningController, running_controller
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -209,7 +210,7 @@ async def test_only_a_controller_authenticates_as_one(tmp_path: Path, certificat
         dial_as_server(one, certificate_of=certificate_of) as peer,
     ):
         with pytest.raises(TlsError, match="certificate of a controller"):
-            await peer.call(ServerHello(name="two", version="1"), timeout_s=5)
+            await peer.call(ServerHello(name="two", version=__version__), timeout_s=5)
         with pytest.raises(GenieError, match="not authenticated"):
             await peer.call(GetReplica(digest=DIGEST, tenant="default", offset=0), timeout_s=5)
 
@@ -225,7 +226,7 @@ async def test_received_copy_is_verified(tmp_path: Path) -> None:
         running_controller(tmp_path, tls="on", blobs_tenant_bytes_max=2048) as one,
         dial_as_server(one, certificate_of="controller") as peer,
     ):
-        await peer.call(ServerHello(name="two", version="1"), timeout_s=5)
+        await peer.call(ServerHello(name="two", version=__version__), timeout_s=5)
 
         async def put(data: bytes, tenant: str = "default") -> None:
             request = PutReplica(digest=DIGEST, tenant=tenant, offset=0, data=data, is_last=True)

@@ -42,11 +42,13 @@ from genie.model.messages import (
     RevokeToken,
     SignExecutor,
 )
+from genie.model.release import ProtocolVersions
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls, wire
 from genie.runtime.credentials import connect_authenticated
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
+from genie.version import __version__
 from tests.controller.running_controller import RunningController, running_controller
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
@@ -91,22 +93,22 @@ async def test_wrong_revoked_or_expired_token_is_rejected(tmp_path: Path) -> Non
         promoted = str(replace(good, kind=TokenKind.OWNER))
         for token in (wrong, unknown, promoted):
             with pytest.raises(TokenRefusedError, match="unknown here or its secret is wrong"):
-                await _request_unauthenticated(one, Hello(token=token, version="0"))
+                await _request_unauthenticated(one, Hello(token=token, version=__version__))
         with pytest.raises(TokenRefusedError, match="not a Genie token"):
-            await _request_unauthenticated(one, Hello(token="secret", version="0"))
+            await _request_unauthenticated(one, Hello(token="secret", version=__version__))
         async with one.client(str(good)) as user:
             await user.status()
             await clock.advance(61.0)
             with pytest.raises(TokenRefusedError, match="has expired"):
                 await user.status()
         with pytest.raises(TokenRefusedError, match="has expired"):
-            await _request_unauthenticated(one, Hello(token=str(good), version="0"))
+            await _request_unauthenticated(one, Hello(token=str(good), version=__version__))
         short = parse_token(await one.token(TokenKind.USER))
         async with one.client(str(short)) as user:
             await owner.ask(RevokeToken(token_id=short.token_id))
             await until(lambda: user.peer.is_closed, what="its connections are closed")
         with pytest.raises(TokenRefusedError, match="was revoked"):
-            await _request_unauthenticated(one, Hello(token=str(short), version="0"))
+            await _request_unauthenticated(one, Hello(token=str(short), version=__version__))
 
 
 async def test_tokens_are_listed_without_hashes_and_the_last_owner_token_stays(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ async def test_each_kind_of_token_allows_only_its_own_requests(tmp_path: Path) -
                 await owner.ask(RenewCertificate(csr_pem=""))
         join = await one.token(TokenKind.JOIN)
         with pytest.raises(TokenRefusedError, match="only admits"):
-            await _request_unauthenticated(one, Hello(token=join, version="0"))
+            await _request_unauthenticated(one, Hello(token=join, version=__version__))
 
 
 # With the usual interval between two ticks, a simulated day would have hundreds of thousands of them.
@@ -458,7 +460,7 @@ def _pack_frame(payload: bytes, *, length: int | None = None, kind: int = 1) -> 
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
-        wire.make_preface(version=99),
+        wire.make_preface(ProtocolVersions(lowest=99, highest=99)),
         wire.make_preface() + _pack_frame(b"", length=0xFFFFFFFF),
         wire.make_preface() + _pack_frame(b"x" * (wire.UNAUTHENTICATED_FRAME_BYTES_MAX + 1)),
         wire.make_preface() + _pack_frame(b"half", length=1000),
@@ -499,7 +501,7 @@ async def test_large_frames_are_accepted_only_after_hello(tmp_path: Path) -> Non
         big = "x" * 100_000
         assert (await owner.submit("true", big)).spec.command == ("true", big)
         with pytest.raises(TransportError):
-            await _request_unauthenticated(one, Hello(token="x" * 100_000, version=""))
+            await _request_unauthenticated(one, Hello(token="x" * 100_000, version=__version__))
         with pytest.raises(FrameTooLargeError):
             await owner.submit("true", "x" * 2_000_000)
 
@@ -523,7 +525,7 @@ async def test_number_of_requests_before_hello_is_limited(tmp_path: Path) -> Non
             with pytest.raises(TransportError):
                 for guesses in range(100):  # noqa: B007
                     with pytest.raises(AccessError):
-                        await peer.call(Hello(token="guess", version=""), timeout_s=5)
+                        await peer.call(Hello(token="guess", version=__version__), timeout_s=5)
         assert guesses < 20
         assert (await owner.status()).leading
 
@@ -532,4 +534,4 @@ async def test_hello_is_accepted_once(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one, one.client() as owner:
         user = await one.token(TokenKind.USER)
         with pytest.raises(ProtocolError, match="already"):
-            await owner.ask(Hello(token=user, version=""))
+            await owner.ask(Hello(token=user, version=__version__))
