@@ -38,6 +38,7 @@ _JOIN_AGAIN_HINT = "to join again, create a join token: 'genie token create --jo
 _REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
+    "ForwardedRequest": "forward requests",
     "GetQueue": "read the queue",
     "GetReplica": "read replicas",
     "GetStatus": "read the status",

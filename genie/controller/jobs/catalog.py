@@ -13,7 +13,7 @@ import msgspec
 
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.index import JobIndex
-from genie.controller.ledger import Ledger, TableBeingLoaded
+from genie.controller.ledger import LedgerTables, TableBeingLoaded
 from genie.errors import JobNotFoundError
 from genie.model.job import Job, JobState, parse_worker_name, truncate_reason
 from genie.model.tenant import Identity, TokenKind
@@ -26,7 +26,7 @@ _UNFINISHED_STATES = tuple(state for state in JobState if not state.is_final)
 class JobCatalog:
     """On every change of a job, `notifier` is notified with the job ID and `wake` is called."""
 
-    def __init__(self, ledger: Ledger, *, notifier: ChangeNotifier, wake: Callable[[], None]) -> None:
+    def __init__(self, ledger: LedgerTables, *, notifier: ChangeNotifier, wake: Callable[[], None]) -> None:
         self._ledger = ledger
         self._notifier = notifier
         self._wake = wake

@@ -187,5 +187,5 @@ def test_holds_on_all_nodes_are_counted() -> None:
             "n1": NodeHolds(node_id="n1", holds=(hold("a", 0, 1), hold("b", 2, milli=250))),
             "n2": NodeHolds(node_id="n2", holds=(hold("a", 0, milli=100), hold("c"))),
         }
-    ).visible_quotas(OWNER)
+    ).make_quotas_reply(OWNER).quotas
     assert {view.quota.tenant: view.held_gpus for view in found} == {"a": 2.1, "b": 0.25, "c": 0.0}
