@@ -237,6 +237,9 @@ class TokenRegistry:
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
+        copied = self._find_in_copy(token_id)
+        if copied is not None and copied.revoked_at is not None:
+            return copied
         now_s = self._clock.monotonic_s()
         cached = self._record_and_read_time_by_token_id.get(token_id)
         if cached is not None and now_s - cached[1] < _CACHED_TOKEN_RECORD_TTL_S:
@@ -252,7 +255,6 @@ class TokenRegistry:
                 and now_s - cached[1] < _STALE_RECORD_ACCEPTED_S_MAX
             ):
                 return cached[0]
-            copied = self._find_in_copy(token_id)
             if copied is not None and copied.kind in (TokenKind.OWNER, TokenKind.USER):
                 return copied
             raise
