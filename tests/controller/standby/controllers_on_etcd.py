@@ -41,6 +41,9 @@ class LeaderAndStandby:
     async def lose_leader(self) -> None:
         """End the leader as if it was killed: it does not resign."""
         await self.until_copied()
+        assert self.leader.controller is not None
+        for connection in list(self.leader.controller._connections._open_connections):
+            connection.peer.close()
         await self.leader_store.close()
         await self.leader.stop()
 
