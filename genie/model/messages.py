@@ -555,9 +555,9 @@ class StatusReply(AgedReply, frozen=True, kw_only=True):
     """Owner only: endpoints of the etcd cluster that Genie manages."""
     store_reason: str = ""
     """Why the store does not respond; only for the owner."""
-    has_cluster_data: bool = True
-    """False from a standby that can neither reach the leader nor has a copy of the ledger: nodes, jobs,
-    accelerators and clients are unknown."""
+    has_cluster_data: bool = False
+    """From a standby: whether it could ask the leader or has a copy of the ledger. Otherwise it does not know
+    the nodes, jobs, accelerators and clients."""
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):

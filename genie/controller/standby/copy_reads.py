@@ -84,6 +84,7 @@ class CopyReads:
             jobs={state: count for state, count in self._jobs.count_by_state().items() if count},
             gpus_total=gpus_total,
             gpus_free=gpus_free,
+            has_cluster_data=True,
             age_s=round(self._copy.age_s, 3),
         )
 

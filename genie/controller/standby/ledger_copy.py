@@ -102,13 +102,20 @@ class LedgerCopy:
     async def _watch(self) -> None:
         # One revision early: the changes of one transaction may have been applied in part.
         after = max(self._applied_revision - 1, 0)
+        lost: StoreError | None = None
         async with self._store.watch("", after_revision=after) as events, unwrapped_task_group() as group:
             checks = group.create_task(self._check_age_forever())
             try:
                 async for event in events:
                     self._apply(event)
+            except StoreError as error:
+                # Raised after the group has ended: until Python 3.13, a group with an error drops a
+                # cancellation that arrives while it waits for its tasks.
+                lost = error
             finally:
                 checks.cancel()
+        if lost is not None:
+            raise lost
 
     def _apply(self, event: WatchEvent) -> None:
         if event.key == LEADER_KEY:

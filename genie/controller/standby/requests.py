@@ -180,7 +180,7 @@ class StandbyRequests:
         except _NO_LEADER_ERRORS:
             reads, copy = self._copy_reads, self._copy
             if reads is None or copy is None or not copy.is_usable:
-                return msgspec.structs.replace(own, has_cluster_data=False)
+                return own
             return reads.add_cluster_data(own, connection.identity)
         assert isinstance(leaders, StatusReply)
         return _with_cluster_data_of(leaders, own)
@@ -264,5 +264,6 @@ def _with_cluster_data_of(leaders: StatusReply, own: StatusReply) -> StatusReply
         store_ok=own.store_ok,
         store_reason=own.store_reason,
         started_at=own.started_at,
+        has_cluster_data=True,
         alarms=(*own.alarms, *(alarm for alarm in leaders.alarms if alarm not in own.alarms)),
     )
