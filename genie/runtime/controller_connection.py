@@ -136,7 +136,9 @@ class ControllerConnection(ControlDataIntegration):
                         f"lost the connection to {self.where} before the reply to {type(request).__name__}",
                         hint="the request may have been executed; check before you retry",
                     ) from error
-                if peer is self._peer:
+                if not peer.is_closed:  # the server has lost another one, such as that to an agent
+                    await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S_MAX * (0.5 + self._jitter_rng()))
+                elif peer is self._peer:
                     self._is_connected.clear()
             except NotLeaderError as error:
                 # Right after a start or a failover there is no leader yet.
