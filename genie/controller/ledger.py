@@ -53,6 +53,7 @@ _DECODED_BYTES_PER_YIELD = 256 * 1024
 _ROW_DECODE_OVERHEAD_BYTES = 500
 """Cost of a row in addition to its bytes."""
 _BYTES_PER_CHARACTER_MAX = 4
+_TAKEOVER_RETRY_AFTER_S = 0.25
 _row_encoder = msgspec.json.Encoder()
 
 
@@ -494,7 +495,11 @@ class Ledger(LedgerTables):
         """Raise NotLeaderError unless this controller leads and has read the tables in this term."""
         self._election.require_fencing_token()
         if not self.is_up_to_date:
-            raise NotLeaderError("this controller is taking over leadership", hint="try again in a moment")
+            raise NotLeaderError(
+                "this controller is taking over leadership",
+                hint="try again in a moment",
+                retry_after_s=_TAKEOVER_RETRY_AFTER_S,
+            )
 
     def check_readable(self) -> None:
         """Raise NotLeaderError if the tables are not loaded: another controller must respond."""
