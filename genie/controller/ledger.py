@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 _Row = TypeVar("_Row", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
+TABLES_AGE_S_MAX = 3600.0
+"""Clients get no replies from older tables: these may contain tokens that were revoked since."""
 WRITES_QUEUED_MAX = 1024
 # The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024

@@ -752,6 +752,25 @@ OWNER_REQUESTS = (
     CloseBackup,
 )
 
+NOT_FORWARDED_REQUESTS = (
+    # Bound to the connection of the client, or large: the client moves to the leader.
+    SessionHeartbeat,
+    SessionEnd,
+    OpenDevice,
+    WaitDevice,
+    StatBlob,
+    PutBlob,
+    OpenBackup,
+    ReadBackup,
+    CloseBackup,
+)
+FORWARDED_REQUESTS = tuple(
+    kind for kind in (*USER_REQUESTS, *OWNER_REQUESTS) if kind not in NOT_FORWARDED_REQUESTS
+)
+"""Requests of clients that a standby forwards to the leader."""
+COPY_REQUESTS = (GetJob, ListJobs, GetQueue, ExplainJob, ListNodes, ListQuotas, ListTokens)
+"""Requests that a standby answers from its copy of the ledger while no leader responds."""
+
 CONTROLLER_REQUESTS = (
     *UNAUTHENTICATED_REQUESTS,
     *SERVER_REQUESTS,

@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
 from genie.controller.change_notifier import wait_event
 from genie.controller.connection import Connection, Connections, Handlers
 from genie.controller.election import Election
-from genie.controller.ledger import Ledger
+from genie.controller.ledger import TABLES_AGE_S_MAX, Ledger
 from genie.controller.nodes.admission import Admission, Certificates
 from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenUsage
-from genie.controller.standby.copy_reads import COPY_REQUESTS
-from genie.controller.standby.ledger_copy import COPY_AGE_S_MAX
-from genie.controller.standby.requests import FORWARDED_REQUESTS, HANDLED_LOCALLY, StandbyRequests
 from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     AccessError,
@@ -39,6 +37,9 @@ from genie.model.failover import HELLO_READY_TIMEOUT_S
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
+    COPY_REQUESTS,
+    FORWARDED_REQUESTS,
+    NOT_FORWARDED_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
     AgedReply,
     Certificate,
@@ -80,6 +81,20 @@ _ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
 _REQUESTS_BEFORE_HELLO_MAX = 16
 
 
+class StandbyResponder(Protocol):
+    """Replies to clients of a controller that does not lead (standby/requests.py)."""
+
+    async def respond(self, connection: Connection, request: Message) -> Message:
+        """Return the reply of the leader, or that of the copy of the ledger."""
+        ...
+
+    async def complete_status(self, connection: Connection, own: StatusReply) -> StatusReply:
+        """Return the status of this controller with what concerns the whole cluster."""
+        ...
+
+    def can_answer_from_copy(self, kind: type[Message]) -> bool: ...
+
+
 class RequestService:
     """`ready` is set once this controller knows whether it leads; the first Hello waits for it. `handlers`
     are those of all other requests, each type once."""
@@ -97,7 +112,7 @@ class RequestService:
         ready: asyncio.Event,
         controllers: Callable[[], tuple[str, ...]],
         handlers: Iterable[Handlers],
-        standby_requests: StandbyRequests,
+        standby_requests: StandbyResponder,
     ) -> None:
         self._ledger = ledger
         self._election = election
@@ -195,7 +210,7 @@ class RequestService:
         kind, usage = type(request), connection.token_usage
         if connection.is_forwarded:
             self._ledger.check_leading_and_up_to_date()
-        if usage is None or kind in HANDLED_LOCALLY:
+        if usage is None or kind in NOT_FORWARDED_REQUESTS:
             return None
         if self._ledger.is_loaded:
             return None if self._election.is_leading else self._respond_from_memory(connection, request)
@@ -214,7 +229,7 @@ class RequestService:
         age_s, kind = self._election.since_leading_s, type(request)
         if kind not in COPY_REQUESTS and kind is not GetStatus:
             return None
-        if age_s > COPY_AGE_S_MAX and kind is not GetStatus:
+        if age_s > TABLES_AGE_S_MAX and kind is not GetStatus:
             raise NotLeaderError(f"this controller has not led for {age_s:.0f} s; its data is too old")
         return _with_age(self._handlers[kind](connection, request), age_s=age_s)
 

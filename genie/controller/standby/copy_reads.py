@@ -24,12 +24,8 @@ from genie.controller.requests.reply_size import truncate_to_reply
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.tokens import check_token_not_revoked, token_records_after
 from genie.model.messages import (
+    COPY_REQUESTS,
     AgedReply,
-    ExplainJob,
-    GetJob,
-    GetQueue,
-    ListJobs,
-    ListNodes,
     ListQuotas,
     ListTokens,
     Message,
@@ -43,8 +39,6 @@ from genie.processes.clock import Clock
 from genie.scheduler.decisions import Wait
 from genie.scheduler.explain import PendingJobExplanation
 
-COPY_REQUESTS = frozenset((GetJob, ListJobs, GetQueue, ExplainJob, ListNodes, ListQuotas, ListTokens))
-"""Requests that can be answered from a copy."""
 _NODE_STATUS_REASON = "no leader responds, and only the leader receives heartbeats"
 
 
@@ -62,7 +56,7 @@ class CopyReads:
             ListQuotas: self._list_quotas,
             ListTokens: self._list_tokens,
         }
-        assert self._handlers.keys() == COPY_REQUESTS
+        assert self._handlers.keys() == {*COPY_REQUESTS}
 
     async def respond(self, connection: Connection, request: Message) -> Message:
         """Answer with the age of the copy. Raise NotLeaderError if it is not usable, TokenRefusedError if it

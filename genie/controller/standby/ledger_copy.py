@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import LEADER_KEY
-from genie.controller.ledger import LedgerTables
+from genie.controller.ledger import TABLES_AGE_S_MAX, LedgerTables
 from genie.controller.store import Store, WatchEvent
 from genie.errors import CompactedError, NotLeaderError, StoreError
 from genie.processes.clock import Clock
@@ -21,8 +21,6 @@ from genie.processes.tasks import unwrapped_task_group
 
 _log = logging.getLogger(__name__)
 
-COPY_AGE_S_MAX = 3600.0
-"""An older copy is not used: it may contain tokens that were revoked since."""
 AGE_CHECK_INTERVAL_S = 0.5
 _STORE_READ_TIMEOUT_S = 2.0
 _WATCH_LAG_S_MAX = 1.0
@@ -56,7 +54,7 @@ class LedgerCopy:
 
     @property
     def is_usable(self) -> bool:
-        return self.is_loaded and self.age_s <= COPY_AGE_S_MAX
+        return self.is_loaded and self.age_s <= TABLES_AGE_S_MAX
 
     def check_usable(self) -> None:
         """Raise NotLeaderError unless the copy is loaded and not too old."""
@@ -65,10 +63,10 @@ class LedgerCopy:
                 "this controller does not lead, cannot reach the leader and has no copy of its data yet",
                 hint="try again in a moment, or use another controller",
             )
-        if self.age_s > COPY_AGE_S_MAX:
+        if self.age_s > TABLES_AGE_S_MAX:
             raise NotLeaderError(
                 f"this controller does not lead and its copy of the leader's data is {self.age_s:.0f} s old; "
-                f"the limit is {COPY_AGE_S_MAX:.0f} s",
+                f"the limit is {TABLES_AGE_S_MAX:.0f} s",
                 hint="check its connection to the store, or use another controller",
             )
 

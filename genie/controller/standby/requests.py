@@ -17,7 +17,7 @@ import msgspec
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection
 from genie.controller.requests.open_waits import OpenWaits
-from genie.controller.standby.copy_reads import COPY_REQUESTS, CopyReads
+from genie.controller.standby.copy_reads import CopyReads
 from genie.controller.standby.leader_link import LeaderLink
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.errors import (
@@ -30,46 +30,19 @@ from genie.errors import (
     StoreUnavailableError,
 )
 from genie.model.messages import (
-    OWNER_REQUESTS,
-    USER_REQUESTS,
-    CloseBackup,
+    COPY_REQUESTS,
     ForwardedReply,
     ForwardedRequest,
     GetStatus,
     Message,
-    OpenBackup,
-    OpenDevice,
-    PutBlob,
-    ReadBackup,
     Request,
-    SessionEnd,
-    SessionHeartbeat,
-    StatBlob,
     StatusReply,
-    WaitDevice,
     reply_type,
 )
 from genie.model.tenant import Identity, TokenRecord
 from genie.processes.clock import Clock
 from genie.runtime import rpc, wire
 
-HANDLED_LOCALLY = frozenset(
-    (
-        # Bound to the connection of the client, or large: the client moves to the leader.
-        SessionHeartbeat,
-        SessionEnd,
-        OpenDevice,
-        WaitDevice,
-        StatBlob,
-        PutBlob,
-        OpenBackup,
-        ReadBackup,
-        CloseBackup,
-    )
-)
-FORWARDED_REQUESTS: tuple[type[Message], ...] = tuple(
-    kind for kind in (*USER_REQUESTS, *OWNER_REQUESTS) if kind not in HANDLED_LOCALLY
-)
 FORWARDS_IN_FLIGHT_MAX = 1024
 """Less than the leader accepts on one connection (rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)."""
 FORWARDS_PER_TOKEN_IN_FLIGHT_MAX = 256

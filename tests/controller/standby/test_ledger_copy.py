@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from genie.controller.ledger import NodeRecord
-from genie.controller.standby.ledger_copy import COPY_AGE_S_MAX, LedgerCopy
+from genie.controller.ledger import TABLES_AGE_S_MAX, NodeRecord
+from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.store import Delete, Put, RangeResult
 from genie.errors import NotLeaderError
 from genie.model.tenant import QuotaRecord
@@ -108,7 +108,7 @@ async def test_age_grows_while_the_store_does_not_respond() -> None:
         await clock.advance(100.0)
         assert 99.0 < copy.age_s < 102.0
         copy.check_usable()
-        await clock.advance(COPY_AGE_S_MAX)
+        await clock.advance(TABLES_AGE_S_MAX)
         with pytest.raises(NotLeaderError, match="the limit is 3600 s"):
             copy.check_usable()
         store.set_available(True)

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.ledger import TABLES_AGE_S_MAX
 from genie.controller.standby import requests as standby_requests
-from genie.controller.standby.ledger_copy import COPY_AGE_S_MAX
-from genie.controller.standby.requests import FORWARDED_REQUESTS, HANDLED_LOCALLY
 from genie.errors import NotLeaderError, OverloadedError
 from genie.model.job import JobState
-from genie.model.messages import OWNER_REQUESTS, USER_REQUESTS, GetJob, ListJobs, ListNodes
+from genie.model.messages import (
+    FORWARDED_REQUESTS,
+    NOT_FORWARDED_REQUESTS,
+    OWNER_REQUESTS,
+    USER_REQUESTS,
+    GetJob,
+    ListJobs,
+    ListNodes,
+)
 from genie.model.node import NodeStatus
 from genie.runtime import rpc
 from genie.sim.store import MemoryStore
@@ -74,10 +81,10 @@ async def test_controller_that_has_led_answers_with_the_age_of_its_memory(tmp_pa
         await clock.advance(10.0)
         assert (await client.ask(GetJob(job_id=job.job_id))).age_s == pytest.approx(before_s + 10.0, abs=0.1)
         assert (await client.status()).age_s == pytest.approx(before_s + 10.0, abs=0.1)
-        await clock.advance(COPY_AGE_S_MAX)
+        await clock.advance(TABLES_AGE_S_MAX)
         with pytest.raises(NotLeaderError, match="its data is too old"):
             await client.ask(ListJobs())
-        assert (await client.status()).age_s > COPY_AGE_S_MAX
+        assert (await client.status()).age_s > TABLES_AGE_S_MAX
         store.set_available(True)
     await memory.close()
 
@@ -114,5 +121,5 @@ async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
 
 def test_every_request_of_clients_is_forwarded_or_handled_locally() -> None:
     requests = {*USER_REQUESTS, *OWNER_REQUESTS}
-    assert {*FORWARDED_REQUESTS, *HANDLED_LOCALLY} == requests
+    assert {*FORWARDED_REQUESTS, *NOT_FORWARDED_REQUESTS} == requests
     assert standby_requests.FORWARDS_IN_FLIGHT_MAX < rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX
