@@ -46,6 +46,7 @@ GenieError
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
 │   │   └── OutdatedLeaderError  the node has seen a later leader
+│   ├── ReplyLostError          the leader was lost before its reply to a forwarded request
 │   └── FencedError             the request comes from an earlier leader
 ├── JobError                    a job
 │   ├── JobNotFoundError        no job has this ID
@@ -328,6 +329,12 @@ class NotLeaderError(LeadershipError):
 
 class OutdatedLeaderError(NotLeaderError):
     code = "leadership.not_leader.outdated"
+
+
+class ReplyLostError(LeadershipError):
+    """The request was forwarded to the leader; it may or may not have been carried out."""
+
+    code = "leadership.reply_lost"
 
 
 class FencedError(LeadershipError):

@@ -48,8 +48,8 @@ class _ConnectAttemptOutcome(enum.Enum):
 
 
 class LeaderConnection:
-    """Reconnects with backoff. `apply_registration_reply` and `replace_access` apply from the next
-    connection."""
+    """Reconnects with backoff; after the loss of an established connection, within `backoff_s_max` at random.
+    `apply_registration_reply` and `replace_access` apply from the next connection."""
 
     def __init__(
         self,
@@ -134,7 +134,10 @@ class LeaderConnection:
             outcomes = await self._try_all_controllers(serve)
             if _ConnectAttemptOutcome.SERVED in outcomes:
                 if self._clock.monotonic_s() - began_s > self._reconnect_backoff_s_max:
-                    delay_s = RECONNECT_BACKOFF_S_MIN
+                    # All agents have lost the leader at the same time, and must not return at the same time.
+                    await self._clock.sleep(self._rng.uniform(0.0, self._reconnect_backoff_s_max))
+                    delay_s = self._reconnect_backoff_s_max / 2
+                    continue
             elif _ConnectAttemptOutcome.UNKNOWN not in outcomes:
                 on_no_leader(began_s)
             await self._clock.sleep(delay_s * self._rng.uniform(0.5, 1.0))

@@ -10,6 +10,7 @@ controller. Sessions with a torch device are opened by init.py.
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -78,6 +79,7 @@ _UPLOAD_CHUNK_EXTRA_TIMEOUT_S = 5.0
 LOG_RETRY_TIMEOUT_S = 30.0
 """How long follow_log() retries while the node is unreachable."""
 _LOG_RETRY_INTERVAL_S = 0.2
+"""On average."""
 _UPLOAD_ATTEMPTS_MAX = 5
 
 UploadProgressCallback = Callable[[str, int, int], None]
@@ -110,6 +112,11 @@ class ClusterClient:
     def where(self) -> str:
         """host:port of the controller."""
         return self._connection.where
+
+    @property
+    def reply_age_s(self) -> float:
+        """The highest age of a reply so far; above 0 if a standby has answered without its leader."""
+        return self._connection.oldest_reply_age_s
 
     @property
     def is_owner(self) -> bool:
@@ -236,7 +243,7 @@ class ClusterClient:
                 if isinstance(error, DeadlineError):
                     # The connection may be dead; the offset makes a retry safe.
                     self._connection.disconnect()
-                await asyncio.sleep(_LOG_RETRY_INTERVAL_S)
+                await asyncio.sleep(_LOG_RETRY_INTERVAL_S * (0.5 + random.random()))  # noqa: S311 - jitter
                 continue
             last_reply_s, requested_run = loop.time(), chunk.run_number or requested_run
             if chunk.start_offset > offset:

@@ -39,6 +39,9 @@ class Connection:
     """Addresses of the controllers that the reply to Hello contained."""
     token_usage: TokenUsage | None = None
     """Set after Hello; None for a node."""
+    is_forwarded: bool = False
+    """Whether this is the client behind a request that another controller has forwarded; `peer` is that
+    controller."""
     _last_checked_spec: JobSpec | None = None
 
     @property
@@ -52,7 +55,7 @@ class Connection:
         self.announced_controller_addresses = controllers
         self.peer.channel.set_authenticated()
         self.peer.channel.set_frame_limit(FRAME_BYTES_MAX)
-        if identity.kind is TokenKind.NODE:
+        if identity.kind in (TokenKind.NODE, TokenKind.SERVER):
             self.peer.set_in_flight_max(CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)
 
     def check_job_spec_once(self, spec: JobSpec) -> JobSpec:

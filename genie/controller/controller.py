@@ -50,7 +50,7 @@ from genie.controller.placement.planner import Planner
 from genie.controller.placement.policy import make_configured_policy
 from genie.controller.requests.backups import BackupRequests
 from genie.controller.requests.blobs import BlobRequests
-from genie.controller.requests.jobs import JobRequests
+from genie.controller.requests.jobs import JobReads, JobRequests
 from genie.controller.requests.logs import LogRequests
 from genie.controller.requests.nodes import NodeList, NodeRequests, StatusRequests
 from genie.controller.requests.open_waits import OpenWaits
@@ -59,6 +59,9 @@ from genie.controller.requests.quotas import QuotaRequests, QuotaTable
 from genie.controller.requests.service import RequestService
 from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
+from genie.controller.standby.leader_link import LeaderLink
+from genie.controller.standby.ledger_copy import LedgerCopy
+from genie.controller.standby.requests import StandbyRequests
 from genie.controller.store import Put, Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
@@ -162,6 +165,7 @@ class Controller:
         self._release_skew_alarm = ""
         self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
+        self._standby_requests = self._build_standby_requests(offload)
         self._build_scheduling_services()
         self._build_node_services()
         self._request_service = self._build_request_service(self._build_request_handlers(offload))
@@ -218,6 +222,7 @@ class Controller:
             clock=clock,
             random_bytes=self._random_bytes,
             pin=self._certificates.pin,
+            find_in_copy=self._standby_requests.find_token_in_copy,
         )
         self._sessions = Sessions(
             ledger,
@@ -292,11 +297,10 @@ class Controller:
                 blobs,
                 replication,
                 election,
-                waits=waits,
                 offload=offload,
                 kill=kill,
-                check_readable=check_readable,
             ).handlers(),
+            JobReads(jobs.catalog, waits=waits, check_readable=check_readable).handlers(),
             BlobRequests(
                 blobs,
                 replication,
@@ -366,6 +370,27 @@ class Controller:
             client_tls=client_tls if self._certificates.are_enabled else None,
         )
 
+    def _build_standby_requests(self, offload: Offload) -> StandbyRequests:
+        client_tls = partial(self._certificates.client_tls, self._controller_dir)
+        link = LeaderLink(
+            name=self._name,
+            network=self._network,
+            clock=self._clock,
+            offload=offload,
+            client_tls=client_tls if self._certificates.are_enabled else None,
+        )
+
+        def make_copy() -> LedgerCopy:
+            return LedgerCopy(self._store, clock=self._clock, write_mark=self._write_address)
+
+        return StandbyRequests(
+            link,
+            clock=self._clock,
+            make_copy=make_copy,
+            disconnect=self._connections.close_connections_of_token,
+            leader_key_ttl_s=self._config.leader_ttl_s,
+        )
+
     def _build_status_requests(self, nodes: NodeList) -> StatusRequests:
         return StatusRequests(
             self._ledger,
@@ -395,6 +420,7 @@ class Controller:
             ready=self._ready_event,
             controllers=lambda: self._controller_addresses,
             handlers=handlers,
+            standby_requests=self._standby_requests,
         )
 
     def _alarms(self) -> list[str]:
@@ -443,6 +469,7 @@ class Controller:
                 group.create_task(self._serve_connections(listening, group), name="serve")
                 group.create_task(self._ledger.run(), name="ledger")
                 group.create_task(self._orders.run(), name="orders")
+                group.create_task(self._standby_requests.run(), name="standby")
                 await listening.wait()
                 group.create_task(self._campaign_and_lead_forever(), name="lead")
         except* GenieError as errors:
@@ -482,6 +509,7 @@ class Controller:
             other = self._election.leader
             if self._store_health.is_ok and other is not None and other.name != self._name:
                 self._ledger.mark_outdated()
+                self._standby_requests.follow(other.address)
                 await self._try_write_local_cluster_files()
             self._ready_event.set()
             if self._store_health.is_full:
@@ -529,11 +557,14 @@ class Controller:
 
     async def _register_controller(self) -> None:
         """Store this controller's address before it may lead: agents must know every possible leader."""
-        key, value = CONTROLLER_KEY_PREFIX + self._name, self.address.encode()
-        stored = await self._store.get(key)
-        if stored is None or stored.value != value:
-            await self._store.commit([], [Put(key, value)])
+        stored = await self._store.get(CONTROLLER_KEY_PREFIX + self._name)
+        if stored is None or stored.value != self.address.encode():
+            await self._write_address()
         await self._refresh_controller_addresses()
+
+    async def _write_address(self) -> int:
+        put = Put(CONTROLLER_KEY_PREFIX + self._name, self.address.encode())
+        return (await self._store.commit([], [put])).revision
 
     async def _refresh_controller_addresses(self) -> None:
         found = await self._store.range(CONTROLLER_KEY_PREFIX)
@@ -611,6 +642,7 @@ class Controller:
             await self._election.resign()
             return
         self._has_term_begun = True
+        self._standby_requests.stop_following()
         await self._try_write_local_cluster_files()
         self._ready_event.set()
         self._next_tick_s = 0.0

@@ -96,6 +96,7 @@ class Election:
         self._lease_id = 0
         self._fencing_token = 0
         self._lease_deadline_s = 0.0
+        self._led_until_s = clock.monotonic_s()
         self._term_ended_event = asyncio.Event()
         self.leader: LeaderRecord | None = None
         """The leader when the key was last read."""
@@ -103,6 +104,11 @@ class Election:
     @property
     def is_leading(self) -> bool:
         return self._fencing_token > 0 and self._clock.monotonic_s() < self._lease_deadline_s
+
+    @property
+    def since_leading_s(self) -> float:
+        """Seconds since this controller last led, or since its start; 0 while it leads."""
+        return max(self._clock.monotonic_s() - (self._lease_deadline_s or self._led_until_s), 0.0)
 
     @property
     def fencing_token(self) -> int:
@@ -166,8 +172,13 @@ class Election:
     def step_down(self, reason: str) -> None:
         if self._lease_deadline_s > 0:
             _log.warning("no longer leading: %s", reason)
-        self._lease_deadline_s = 0.0
+        self._clear_lease_deadline()
         self._term_ended_event.set()
+
+    def _clear_lease_deadline(self) -> None:
+        if self._lease_deadline_s > 0:
+            self._led_until_s = min(self._lease_deadline_s, self._clock.monotonic_s())
+        self._lease_deadline_s = 0.0
 
     async def step_down_if_replaced(self) -> None:
         """Step down if the key no longer belongs to this term."""
@@ -177,7 +188,7 @@ class Election:
 
     async def resign(self) -> None:
         """Revoke the lease, so that another controller need not wait until it expires."""
-        self._lease_deadline_s = 0.0
+        self._clear_lease_deadline()
         self._term_ended_event.set()
         if not self._lease_id:
             return

@@ -20,7 +20,7 @@ import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.quarantine import Quarantine
-from genie.controller.store import Compare, Delete, KeyValue, Put, Store
+from genie.controller.store import Compare, Delete, KeyValue, Put, Store, WatchEvent
 from genie.controller.store.limits import check_transaction_and_get_size_bytes, operation_size_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
 from genie.errors import (
@@ -52,6 +52,8 @@ _Result = TypeVar("_Result")
 COMMIT_TIMEOUT_S = 3.0
 """Much longer than a commit takes. When the leader of etcd is lost, a commit that another member has already
 forwarded to it is lost as well and never answered: only this timeout ends it."""
+TABLES_AGE_S_MAX = 3600.0
+"""Clients get no replies from older tables: these may contain tokens that were revoked since."""
 WRITES_QUEUED_MAX = 1024
 # The event loop is blocked while a batch is built. With 256 the rate under load is 10% lower.
 BATCH_WRITES_MAX = 1024
@@ -67,6 +69,7 @@ _NEWER_ROW_HINT = (
     "the row is left unchanged, and a job continues to run; upgrade this server, or let a server of the "
     "newer release lead"
 )
+_TAKEOVER_RETRY_AFTER_S = 0.25
 _row_encoder = msgspec.json.Encoder()
 
 
@@ -377,15 +380,11 @@ class _WriteBatch:
         return True
 
 
-class Ledger:
-    """`write` completes only while `run` is running."""
+class LedgerTables:
+    """The tables as they were last read from the store. `Ledger` also writes them."""
 
-    def __init__(
-        self, store: Store, election: Election, health: StoreHealth, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, store: Store, *, clock: Clock) -> None:
         self._store = store
-        self._election = election
-        self._store_health = health
         self.cluster = LedgerTable(CLUSTER_KEY, ClusterRecord)
         self.counters = LedgerTable(COUNTER_KEY_PREFIX, Counter)
         self.jobs = LedgerTable("job/", Job)
@@ -405,6 +404,124 @@ class Ledger:
             self.quotas,
             self.locks,
         )
+        self.load_count = 0
+        """Number of times that all tables were read."""
+        self._after_load_listeners: list[Callable[[], None]] = []
+        self.quarantine = Quarantine(clock)
+
+    @property
+    def quarantined(self) -> Mapping[str, QuarantinedRow]:
+        """Rows that could not be read or changed, by store key."""
+        return self.quarantine.rows
+
+    def add_after_load_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each time that all tables were read."""
+        self._after_load_listeners.append(listener)
+
+    async def read_all_tables(self) -> None:
+        """Replace all rows by those of the store."""
+        self.quarantine.clear()
+        fresh = [await self._read_table(table) for table in self._tables]
+        for table, read in zip(self._tables, fresh, strict=True):
+            for loader in table._loaders:
+                await loader(read)
+        for table, read in zip(self._tables, fresh, strict=True):
+            table._replace_rows(read)
+        for node_id in filter(self.holds.is_unreadable, list(self.nodes)):
+            # Nothing may be placed on a node whose allocations are unknown.
+            del self.nodes._rows[node_id]
+            self.nodes._unreadable_row_ids.add(node_id)
+        self._on_tables_replaced()
+        self.load_count += 1
+        for listener in self._after_load_listeners:
+            listener()
+
+    def _on_tables_replaced(self) -> None:
+        """Called before the listeners."""
+
+    def apply_stored_change(self, event: WatchEvent) -> None:
+        """Apply a change that another controller has written. Changes may be applied again, in order; those
+        of keys that belong to no table are ignored."""
+        for table in self._tables:
+            if event.key.startswith(table.prefix):
+                if event.revision > table.revision(event.key.removeprefix(table.prefix)):
+                    self._apply_change_of_row(table, event)
+                return
+
+    def _apply_change_of_row(self, table: LedgerTable[_Row], event: WatchEvent) -> None:
+        row_id = event.key.removeprefix(table.prefix)
+        row: _Row | None = None
+        if event.value is None and row_id not in table and not table.is_unreadable(row_id):
+            return
+        self.quarantine.discard(event.key)
+        table._record_stored_row(
+            row_id, event.revision, Delete(event.key) if event.value is None else Put(event.key, event.value)
+        )
+        if event.value is not None:
+            try:
+                row = table.decode(row_id, event.value)
+            except (StoreCorruptError, StoreVersionError) as error:
+                table._unreadable_row_ids.add(row_id)
+                if isinstance(error, StoreVersionError):
+                    table._read_only_reasons[row_id] = error.message
+                self.quarantine.add(event.key, error)
+        before = table._set_row(row_id, row)
+        if row is not None or before is not None:
+            for listener in table._listeners:
+                listener(row_id, before, row)
+
+    async def _read_table(self, table: LedgerTable[_Row]) -> TableBeingLoaded[_Row]:
+        """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
+        many rows are decoded."""
+        read: TableBeingLoaded[_Row] = TableBeingLoaded()
+        after, more = "", True
+        unyielded_bytes = 0
+        while more:
+            page = await self._store.range(
+                table.prefix, start_after=after, limit=_LOAD_PAGE_ROWS, timeout_s=_LOAD_PAGE_TIMEOUT_S
+            )
+            for item in page.items:
+                self._decode_or_quarantine_row(read, table, item)
+                unyielded_bytes += len(item.value) + _ROW_DECODE_OVERHEAD_BYTES
+                if unyielded_bytes > _DECODED_BYTES_PER_YIELD:
+                    unyielded_bytes = 0
+                    await asyncio.sleep(0)
+                after = item.key
+            more = page.more
+        return read
+
+    def _decode_or_quarantine_row(
+        self, read: TableBeingLoaded[_Row], table: LedgerTable[_Row], item: KeyValue
+    ) -> None:
+        """Add a row. One that cannot be read is quarantined; StoreCorruptError or StoreVersionError if
+        nothing could be done without it."""
+        row_id = item.key.removeprefix(table.prefix)
+        read.revisions[row_id] = item.mod_revision
+        read.row_sizes[row_id] = len(item.value)
+        try:
+            read.rows[row_id] = table.decode(row_id, item.value)
+        except StoreVersionError as error:
+            if table in (self.cluster, self.counters):
+                raise
+            read.unreadable_row_ids.add(row_id)
+            read.read_only_reasons[row_id] = error.message
+            self.quarantine.add(item.key, error)
+        except StoreCorruptError as error:
+            if table in (self.cluster, self.counters, self.tokens):
+                raise
+            read.unreadable_row_ids.add(row_id)
+            self.quarantine.add(item.key, error)
+
+
+class Ledger(LedgerTables):
+    """`write` completes only while `run` is running."""
+
+    def __init__(
+        self, store: Store, election: Election, health: StoreHealth, *, clock: Clock | None = None
+    ) -> None:
+        super().__init__(store, clock=clock or SystemClock())
+        self._election = election
+        self._store_health = health
         self._write_queue: deque[_QueuedWrite] = deque()
         """At most WRITES_QUEUED_MAX; beyond that callers wait."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -420,25 +537,14 @@ class Ledger:
         self.is_loaded = False
         self._loaded_fencing_token = 0
         """Fencing token of the term in which the tables were read."""
+        self._fencing_token_of_load = 0
+        """Fencing token of the term in which they are being read."""
         self.written_bytes = 0
         """Sum of the sizes of all transactions of this process."""
-        self.load_count = 0
-        """Number of times that all tables were read."""
-        self._after_load_listeners: list[Callable[[], None]] = []
-        self.quarantine = Quarantine(clock or SystemClock())
-
-    @property
-    def quarantined(self) -> Mapping[str, QuarantinedRow]:
-        """Rows that could not be read or changed, by store key."""
-        return self.quarantine.rows
 
     def set_cluster_release(self, release: Release) -> None:
         """Set the release that every server has at least: fields of later ones are not written."""
         self._cluster_release = release
-
-    def add_after_load_listener(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each time that all tables were read."""
-        self._after_load_listeners.append(listener)
 
     async def load_tables(self) -> None:
         """Read all tables. Call it as leader only: then no other controller writes meanwhile."""
@@ -449,22 +555,12 @@ class Ledger:
             await self._load_tables_locked()
 
     async def _load_tables_locked(self) -> None:
-        token = self._election.require_fencing_token()
-        self.quarantine.clear()
-        fresh = [await self._read_table(table) for table in self._tables]
-        for table, read in zip(self._tables, fresh, strict=True):
-            for loader in table._loaders:
-                await loader(read)
-        for table, read in zip(self._tables, fresh, strict=True):
-            table._replace_rows(read)
-        for node_id in filter(self.holds.is_unreadable, list(self.nodes)):
-            # Nothing may be placed on a node whose allocations are unknown.
-            del self.nodes._rows[node_id]
-            self.nodes._unreadable_row_ids.add(node_id)
-        self.is_loaded, self._needs_reload, self._loaded_fencing_token = True, False, token
-        self.load_count += 1
-        for listener in self._after_load_listeners:
-            listener()
+        self._fencing_token_of_load = self._election.require_fencing_token()
+        await self.read_all_tables()
+
+    def _on_tables_replaced(self) -> None:
+        self.is_loaded, self._needs_reload = True, False
+        self._loaded_fencing_token = self._fencing_token_of_load
 
     @property
     def is_up_to_date(self) -> bool:
@@ -475,7 +571,11 @@ class Ledger:
         """Raise NotLeaderError unless this controller leads and has read the tables in this term."""
         self._election.require_fencing_token()
         if not self.is_up_to_date:
-            raise NotLeaderError("this controller is taking over leadership", hint="try again in a moment")
+            raise NotLeaderError(
+                "this controller is taking over leadership",
+                hint="try again in a moment",
+                retry_after_s=_TAKEOVER_RETRY_AFTER_S,
+            )
 
     def check_readable(self) -> None:
         """Raise NotLeaderError if the tables are not loaded: another controller must respond."""
@@ -658,48 +758,6 @@ class Ledger:
                     listener(row_id, before, row)
                 except Exception as error:  # the change is durable: the other writes must not fail
                     self.quarantine.add(table.prefix + row_id, error)
-
-    async def _read_table(self, table: LedgerTable[_Row]) -> TableBeingLoaded[_Row]:
-        """Read a table. Yields to the event loop: the lease must be renewed and heartbeats answered while
-        many rows are decoded."""
-        read: TableBeingLoaded[_Row] = TableBeingLoaded()
-        after, more = "", True
-        unyielded_bytes = 0
-        while more:
-            page = await self._store.range(
-                table.prefix, start_after=after, limit=_LOAD_PAGE_ROWS, timeout_s=_LOAD_PAGE_TIMEOUT_S
-            )
-            for item in page.items:
-                self._decode_or_quarantine_row(read, table, item)
-                unyielded_bytes += len(item.value) + _ROW_DECODE_OVERHEAD_BYTES
-                if unyielded_bytes > _DECODED_BYTES_PER_YIELD:
-                    unyielded_bytes = 0
-                    await asyncio.sleep(0)
-                after = item.key
-            more = page.more
-        return read
-
-    def _decode_or_quarantine_row(
-        self, read: TableBeingLoaded[_Row], table: LedgerTable[_Row], item: KeyValue
-    ) -> None:
-        """Add a row. One that cannot be read is quarantined; StoreCorruptError or StoreVersionError if
-        nothing could be done without it."""
-        row_id = item.key.removeprefix(table.prefix)
-        read.revisions[row_id] = item.mod_revision
-        read.row_sizes[row_id] = len(item.value)
-        try:
-            read.rows[row_id] = table.decode(row_id, item.value)
-        except StoreVersionError as error:
-            if table in (self.cluster, self.counters):
-                raise
-            read.unreadable_row_ids.add(row_id)
-            read.read_only_reasons[row_id] = error.message
-            self.quarantine.add(item.key, error)
-        except StoreCorruptError as error:
-            if table in (self.cluster, self.counters, self.tokens):
-                raise
-            read.unreadable_row_ids.add(row_id)
-            self.quarantine.add(item.key, error)
 
 
 def _find_unknown_parts_of_row(kind: type[msgspec.Struct], value: bytes) -> list[str]:

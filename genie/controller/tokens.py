@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.ledger import Ledger, Transaction
+from genie.controller.ledger import Ledger, LedgerTable, Transaction
 from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
 from genie.controller.store.open import LOCAL_ETCD_STORE
@@ -59,7 +59,8 @@ _NEW_TOKEN_HINT = "get a new token with 'genie token create' and store it with '
 
 
 class TokenRegistry:
-    """`pin` becomes part of every token of this cluster."""
+    """`pin` becomes part of every token of this cluster. `find_in_copy` returns the record of a token in a
+    standby's copy of the ledger, for clients while the store does not respond."""
 
     def __init__(
         self,
@@ -70,8 +71,10 @@ class TokenRegistry:
         clock: Clock,
         random_bytes: Callable[[int], bytes],
         pin: str,
+        find_in_copy: Callable[[str], TokenRecord | None] = lambda token_id: None,
     ) -> None:
         self._ledger = ledger
+        self._find_in_copy = find_in_copy
         self._store = store
         self._config = config
         self._clock = clock
@@ -94,11 +97,18 @@ class TokenRegistry:
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
         self._check_token_readable(identity.token_id)
-        record = self._ledger.tokens.get(identity.token_id)
-        if record is None or record.revoked_at is not None:
-            raise TokenRefusedError(f"token {identity.token_id} was revoked", hint=_NEW_TOKEN_HINT)
-        if record.expires_at is not None and self._clock.wall_s() >= record.expires_at:
-            raise TokenRefusedError(f"token {identity.token_id} has expired", hint=_NEW_TOKEN_HINT)
+        check_token_not_revoked(
+            identity.token_id, self._ledger.tokens.get(identity.token_id), now=self._clock.wall_s()
+        )
+
+    def identify_forwarded_client(self, token_id: str) -> Identity:
+        """Return the identity behind the ID of a token whose secret another controller has verified. Raise
+        TokenRefusedError if the token is not valid, or not that of a client."""
+        record = self._ledger.tokens.get(token_id)
+        check_token_not_revoked(token_id[:80], record, now=self._clock.wall_s())
+        if record is None or record.kind not in (TokenKind.OWNER, TokenKind.USER):
+            raise TokenRefusedError(f"token {token_id[:80]} is not that of a client")
+        return Identity(token_id=record.token_id, kind=record.kind, tenant=record.tenant, name=record.name)
 
     async def create_token(
         self, kind: TokenKind, *, tenant: str, name: str, ttl_s: float | None
@@ -184,9 +194,7 @@ class TokenRegistry:
 
     def token_records_after(self, token_id: str) -> Iterator[TokenRecord]:
         """The tokens with greater IDs, by ID, without the hashes of their secrets."""
-        tokens = self._ledger.tokens
-        for each in sorted(other for other in tokens if other > token_id):
-            yield msgspec.structs.replace(tokens[each], secret_sha256="")
+        return token_records_after(self._ledger.tokens, token_id)
 
     async def ensure_owner_token(self, state_dir: Path) -> None:
         """Make sure that the state directory has a valid owner token: keep the existing one or create one."""
@@ -238,6 +246,9 @@ class TokenRegistry:
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
+        copied = self._find_in_copy(token_id)
+        if copied is not None and copied.revoked_at is not None:
+            return copied
         now_s = self._clock.monotonic_s()
         cached = self._record_and_read_time_by_token_id.get(token_id)
         if cached is not None and now_s - cached[1] < _CACHED_TOKEN_RECORD_TTL_S:
@@ -253,6 +264,8 @@ class TokenRegistry:
                 and now_s - cached[1] < _STALE_RECORD_ACCEPTED_S_MAX
             ):
                 return cached[0]
+            if copied is not None and copied.kind in (TokenKind.OWNER, TokenKind.USER):
+                return copied
             raise
         try:
             record = None if found is None else self._ledger.tokens.decode(token_id, found.value)
@@ -293,6 +306,20 @@ class TokenRegistry:
         if not math.isfinite(ttl_s) or not 0 < ttl_s <= ttl_s_max:
             raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {ttl_s_max:g}")
         return ttl_s
+
+
+def token_records_after(tokens: LedgerTable[TokenRecord], token_id: str) -> Iterator[TokenRecord]:
+    """The tokens with greater IDs, by ID, without the hashes of their secrets."""
+    for each in sorted(other for other in tokens if other > token_id):
+        yield msgspec.structs.replace(tokens[each], secret_sha256="")
+
+
+def check_token_not_revoked(token_id: str, record: TokenRecord | None, *, now: float) -> None:
+    """Raise TokenRefusedError if a token has been revoked or has expired since its secret was verified."""
+    if record is None or record.revoked_at is not None:
+        raise TokenRefusedError(f"token {token_id} was revoked", hint=_NEW_TOKEN_HINT)
+    if record.expires_at is not None and now >= record.expires_at:
+        raise TokenRefusedError(f"token {token_id} has expired", hint=_NEW_TOKEN_HINT)
 
 
 class TokenIndex:

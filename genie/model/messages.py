@@ -34,6 +34,13 @@ class Done(Message, frozen=True, kw_only=True):
     """The empty reply."""
 
 
+class AgedReply(Message, frozen=True, kw_only=True):
+    """Base of the replies that a standby can give from its copy of the ledger."""
+
+    age_s: float = 0.0
+    """The reply may lack changes of this many seconds; 0 from the leader."""
+
+
 # --- Handshake ------------------------------------------------------------------------------
 
 
@@ -275,7 +282,7 @@ class Kill(Request[Done], frozen=True, kw_only=True):
 # --- Jobs -------------------------------------------------------------------------------------
 
 
-class JobReply(Message, frozen=True, kw_only=True):
+class JobReply(AgedReply, frozen=True, kw_only=True):
     job: Job
 
 
@@ -294,7 +301,7 @@ class GetJob(Request[JobReply], frozen=True, kw_only=True):
     wait_s: float = 0.0
 
 
-class JobsReply(Message, frozen=True, kw_only=True):
+class JobsReply(AgedReply, frozen=True, kw_only=True):
     """Newest first. `more`: there are older ones."""
 
     jobs: tuple[Job, ...]
@@ -326,7 +333,7 @@ class QueuedJob(Record, frozen=True, kw_only=True):
     """Estimated start time if nothing changes; None if unknown."""
 
 
-class QueueReply(Message, frozen=True, kw_only=True):
+class QueueReply(AgedReply, frozen=True, kw_only=True):
     """In scheduling order. `more`: there are later ones."""
 
     jobs: tuple[QueuedJob, ...]
@@ -349,7 +356,7 @@ class NodesRuledOut(Record, frozen=True, kw_only=True):
     """Blocked permanently: also if the nodes were idle."""
 
 
-class ExplainReply(Message, frozen=True, kw_only=True):
+class ExplainReply(AgedReply, frozen=True, kw_only=True):
     """The fields from `ahead` on are only set for a queued job."""
 
     job: Job
@@ -451,6 +458,21 @@ class GetReplica(Request[BlobChunk], frozen=True, kw_only=True):
     offset: int
 
 
+class ForwardedReply(Message, frozen=True, kw_only=True):
+    """The encoded reply, or the encoded error of the request."""
+
+    reply: bytes = b""
+    error: bytes = b""
+
+
+class ForwardedRequest(Request[ForwardedReply], frozen=True, kw_only=True):
+    """Between controllers: a standby sends an encoded request of a client to the leader. The client has
+    authenticated to the standby with this token; tenant and permissions are those of the leader's record."""
+
+    token_id: str
+    request: bytes
+
+
 # --- Cluster ----------------------------------------------------------------------------------
 
 
@@ -461,7 +483,7 @@ class NodeView(Record, frozen=True, kw_only=True):
     """Why the node is drained; empty if it is not."""
 
 
-class NodesReply(Message, frozen=True, kw_only=True):
+class NodesReply(AgedReply, frozen=True, kw_only=True):
     """Ordered by ID. `more`: further nodes did not fit into one frame."""
 
     nodes: tuple[NodeView, ...]
@@ -522,7 +544,7 @@ class QuarantinedRow(Record, frozen=True, kw_only=True):
     at: float
 
 
-class StatusReply(Message, frozen=True, kw_only=True):
+class StatusReply(AgedReply, frozen=True, kw_only=True):
     cluster_id: str
     version: str
     leading: bool
@@ -553,13 +575,16 @@ class StatusReply(Message, frozen=True, kw_only=True):
     """Owner only: endpoints of the etcd cluster that Genie manages."""
     store_reason: str = ""
     """Why the store does not respond; only for the owner."""
+    has_cluster_data: bool = False
+    """From a standby: whether it could ask the leader or has a copy of the ledger. Otherwise it does not know
+    the nodes, jobs, accelerators and clients."""
 
 
 class GetStatus(Request[StatusReply], frozen=True, kw_only=True):
     """No arguments."""
 
 
-class TokensReply(Message, frozen=True, kw_only=True):
+class TokensReply(AgedReply, frozen=True, kw_only=True):
     """Ordered by ID. `more`: further tokens did not fit into one frame."""
 
     tokens: tuple[TokenRecord, ...]
@@ -628,7 +653,7 @@ class QuotaView(Record, frozen=True, kw_only=True):
     held_gpus: float
 
 
-class QuotasReply(Message, frozen=True, kw_only=True):
+class QuotasReply(AgedReply, frozen=True, kw_only=True):
     """Ordered by tenant. `more`: further quotas did not fit into one frame."""
 
     quotas: tuple[QuotaView, ...]
@@ -704,7 +729,7 @@ def _reply_type(request: type[Message]) -> type[Message]:
 
 
 UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, JoinServer, RecoverCertificate)
-SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica)
+SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica, ForwardedRequest)
 NODE_REQUESTS = (
     Register,
     Heartbeat,
@@ -752,6 +777,25 @@ OWNER_REQUESTS = (
     CloseBackup,
     BreakLock,
 )
+
+NOT_FORWARDED_REQUESTS = (
+    # Bound to the connection of the client, or large: the client moves to the leader.
+    SessionHeartbeat,
+    SessionEnd,
+    OpenDevice,
+    WaitDevice,
+    StatBlob,
+    PutBlob,
+    OpenBackup,
+    ReadBackup,
+    CloseBackup,
+)
+FORWARDED_REQUESTS = tuple(
+    kind for kind in (*USER_REQUESTS, *OWNER_REQUESTS) if kind not in NOT_FORWARDED_REQUESTS
+)
+"""Requests of clients that a standby forwards to the leader."""
+COPY_REQUESTS = (GetJob, ListJobs, GetQueue, ExplainJob, ListNodes, ListQuotas, ListTokens)
+"""Requests that a standby answers from its copy of the ledger while no leader responds."""
 
 CONTROLLER_REQUESTS = (
     *UNAUTHENTICATED_REQUESTS,

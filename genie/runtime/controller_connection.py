@@ -24,9 +24,10 @@ from genie.errors import (
     GenieError,
     NotLeaderError,
     OverloadedError,
+    ReplyLostError,
     StoreUnavailableError,
 )
-from genie.model.messages import ListNodes, Message, NodesReply, NodeView, Request, Welcome
+from genie.model.messages import AgedReply, ListNodes, Message, NodesReply, NodeView, Request, Welcome
 from genie.model.names import address_text
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
@@ -42,13 +43,19 @@ BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0
 """Several attempts fit into the time after which the controller cancels the session of a client that was
 disconnected."""
-_ELECTION_RETRY_INTERVAL_S = 0.1
+RECONNECT_SPREAD_S = 1.0
+"""The first attempt after the loss of a connection is within this time, at random: all clients of a
+controller lose their connections at the same time."""
+_ELECTION_RETRY_INTERVAL_S_MIN = 0.1
+_ELECTION_RETRY_INTERVAL_S_MAX = 0.5
 _STORE_RETRY_INTERVAL_S = 1.0
 _CONNECT_TIMEOUT_S_MAX = 10.0
 _CONNECT_TIMEOUT_PER_SERVER_S_MAX = 3.0
 """With several servers: one that does not respond must not delay the others."""
-_LEADER_SEARCH_INTERVAL_S = 1.0
-"""How often each server is asked whether it leads, at most."""
+_LEADER_SEARCH_INTERVAL_S = 2.0
+"""How often each server is asked whether it leads, on average."""
+_NAMED_LEADER_SEARCH_INTERVAL_S = 0.5
+"""The same for the one that another server names as the leader."""
 
 _REPLY_OVERDUE_AFTER_S = 3.0
 """How long a reply may be overdue before another server is asked whether it leads."""
@@ -71,6 +78,8 @@ class ControllerConnection(ControlDataIntegration):
     ) -> None:
         self.access = access
         """With the address of the server in use, or that was used last."""
+        self.oldest_reply_age_s = 0.0
+        """The highest age of a reply so far: above 0 if a standby has answered without its leader."""
         self.reconnects = 0
         self.reconnected_event = asyncio.Event()
         """Set at each reconnection; the waiter clears it."""
@@ -113,23 +122,30 @@ class ControllerConnection(ControlDataIntegration):
         """Returns the reply of the controller. `idempotent`: the request may be sent twice."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        election_retry_s = _ELECTION_RETRY_INTERVAL_S_MIN
         while True:
             peer = await self._wait_for_peer(deadline)
             try:
                 with self._search_leader_if_reply_overdue(request):
-                    return await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
+                    reply = await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
+                    self._record_age(reply)
+                    return reply
             except ConnectionLostError as error:
                 if not idempotent:
                     raise ConnectionLostError(
                         f"lost the connection to {self.where} before the reply to {type(request).__name__}",
                         hint="the request may have been executed; check before you retry",
                     ) from error
-                if peer is self._peer:
+                if not peer.is_closed:  # the server has lost another one, such as that to an agent
+                    await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S_MAX * (0.5 + self._jitter_rng()))
+                elif peer is self._peer:
                     self._is_connected.clear()
             except NotLeaderError as error:
                 # Right after a start or a failover there is no leader yet.
-                await self._wait_for_leader(error, deadline, interval_s=_ELECTION_RETRY_INTERVAL_S)
-            except StoreUnavailableError as error:
+                interval_s = max(election_retry_s, error.retry_after_s) * (0.5 + self._jitter_rng())
+                await self._wait_for_leader(error, deadline, interval_s=interval_s)
+                election_retry_s = min(2 * election_retry_s, _ELECTION_RETRY_INTERVAL_S_MAX)
+            except (StoreUnavailableError, ReplyLostError) as error:
                 # A write may have been applied: only an idempotent call may be sent again.
                 if not idempotent:
                     raise
@@ -140,6 +156,10 @@ class ControllerConnection(ControlDataIntegration):
                 if loop.time() + wait_s >= deadline:
                     raise
                 await asyncio.sleep(wait_s)
+
+    def _record_age(self, reply: Message) -> None:
+        if isinstance(reply, AgedReply):
+            self.oldest_reply_age_s = max(self.oldest_reply_age_s, reply.age_s)
 
     def disconnect(self) -> None:
         """Closes a connection that does not respond; run() opens a new one."""
@@ -155,8 +175,13 @@ class ControllerConnection(ControlDataIntegration):
         deadline = loop.time() + timeout_s
         self._is_searching_leader = True
         try:
-            since_s = loop.time() - _LEADER_SEARCH_INTERVAL_S
-            for server in self._servers.list_leader_candidates(leader, failed_before_s=since_s):
+            now_s, jitter = loop.time(), 0.5 + self._jitter_rng()
+            candidates = self._servers.list_leader_candidates(
+                leader,
+                failed_before_s=now_s - _LEADER_SEARCH_INTERVAL_S * jitter,
+                named_failed_before_s=now_s - _NAMED_LEADER_SEARCH_INTERVAL_S * jitter,
+            )
+            for server in candidates:
                 wait_s = min(deadline - loop.time(), _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
                 if wait_s <= 0 or peer is not self._peer:
                     break
@@ -187,17 +212,21 @@ class ControllerConnection(ControlDataIntegration):
                 self._welcome_of_first_connection.exception()
                 return
             self._last_error = error
-        wait_s = BACKOFF_S_MIN
+        backoff_s, wait_s = BACKOFF_S_MIN, RECONNECT_SPREAD_S * self._jitter_rng()
         while True:
             if not self._is_moving_to_leader:
-                await asyncio.sleep(wait_s * (0.5 + self._jitter_rng() / 2))
+                await asyncio.sleep(wait_s)
             before = self.reconnects
             try:
                 await self._run_connection_to_any(_CONNECT_TIMEOUT_S_MAX)
             except GenieError as error:
                 _log.debug("could not connect: %s", error)
                 self._last_error = error
-            wait_s = BACKOFF_S_MIN if self.reconnects > before else min(wait_s * 2, BACKOFF_S_MAX)
+            if self.reconnects > before:
+                backoff_s, wait_s = BACKOFF_S_MIN, RECONNECT_SPREAD_S * self._jitter_rng()
+            else:
+                backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
+                wait_s = backoff_s * (0.5 + self._jitter_rng() / 2)
 
     async def _run_connection_to_any(self, timeout_s: float) -> None:
         """Connects to the first server that can be reached, and returns when the connection is closed.
@@ -277,13 +306,17 @@ class ControllerConnection(ControlDataIntegration):
             timers[0].cancel()
 
     async def _wait_for_leader(
-        self, error: NotLeaderError | StoreUnavailableError, deadline: float, *, interval_s: float
+        self,
+        error: NotLeaderError | StoreUnavailableError | ReplyLostError,
+        deadline: float,
+        *,
+        interval_s: float,
     ) -> None:
         """Moves to the leader, or waits `interval_s` for one; raises `error` with the other failures if the
         deadline is earlier."""
         loop = asyncio.get_running_loop()
         leader = error.leader if isinstance(error, NotLeaderError) else ""
-        remaining_s = deadline - loop.time() - _ELECTION_RETRY_INTERVAL_S
+        remaining_s = deadline - loop.time() - _ELECTION_RETRY_INTERVAL_S_MIN
         if remaining_s > 0 and await self.move_to_leader(leader=leader, timeout_s=remaining_s):
             return
         if loop.time() + interval_s >= deadline:

@@ -96,8 +96,11 @@ class ServerList:
             order.insert(0, self._server_to_try_first)
         return order
 
-    def list_leader_candidates(self, leader: str, *, failed_before_s: float) -> list[Address]:
-        """Other servers than the current one that have not failed since, that of `leader` first."""
+    def list_leader_candidates(
+        self, leader: str, *, failed_before_s: float, named_failed_before_s: float
+    ) -> list[Address]:
+        """Other servers than the current one that have not failed since: that of `leader` first, for which
+        the second time applies."""
         named = _try_parse_address(leader) if leader else None
         if named is not None:
             self._add([named])
@@ -107,7 +110,8 @@ class ServerList:
             if server != self.current
             and (
                 server not in self._last_failure_by_server
-                or self._last_failure_by_server[server][0] < failed_before_s
+                or self._last_failure_by_server[server][0]
+                < (named_failed_before_s if server == named else failed_before_s)
             )
         ]
         return sorted(candidates, key=lambda server: server != named)

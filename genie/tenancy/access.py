@@ -39,6 +39,7 @@ _REQUEST_DESCRIPTIONS = {
     "ConfirmLaunch": "confirm launches",
     "ExecutorReady": "report executors",
     "EmptyNode": "drain nodes",
+    "ForwardedRequest": "forward requests",
     "GetQueue": "read the queue",
     "GetReplica": "read replicas",
     "GetStatus": "read the status",

@@ -42,6 +42,7 @@ def make_node_view() -> NodeView:
         cpus=4.0,
         memory_total_bytes=16 * 1024**3,
         status=NodeStatus.HEALTHY,
+        last_heartbeat=1.0,
     )
     hold = Hold(job_id="j7", tenant="default", epoch=1, incarnation=1, gpu_ids=(0,))
     return NodeView(info=info, node_holds=NodeHolds(node_id="box", holds=(hold,)))

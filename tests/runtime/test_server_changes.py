@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import ConnectionLostError, NotLeaderError, StoreUnavailableError
-from genie.model.messages import CreateToken, GetStatus, Hello, ListNodes, Message
+from genie.errors import ConnectionLostError, NotLeaderError, ReplyLostError, StoreUnavailableError
+from genie.model.messages import CreateToken, GetStatus, Hello, ListNodes, Message, NodesReply
 from genie.model.tenant import TokenKind
 from genie.runtime import controller_connection, rpc
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
@@ -190,3 +190,39 @@ async def test_call_leaves_a_controller_that_no_longer_responds(
             assert connection.where == one.address, "no other controller leads yet"
             two.leading = True
         assert call.result() == "n2"
+
+
+async def test_only_an_idempotent_call_is_repeated_after_a_lost_reply_to_a_forwarded_request(
+    one: FakeController,
+) -> None:
+    answer, failed = one._handle, 0
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        nonlocal failed
+        if isinstance(request, ListNodes | CreateToken) and not failed:
+            failed += 1
+            raise ReplyLostError("the leader was lost", retry_after_s=0.01)
+        return await answer(peer, request)
+
+    one._handle = handle  # type: ignore[method-assign]
+    async with connected(one.port) as connection:
+        assert await fetch_node_id(connection) == "n1" and failed == 1
+        failed = 0
+        with pytest.raises(ReplyLostError):
+            await connection.call(CreateToken(kind=TokenKind.USER), timeout_s=5, idempotent=False)
+        assert failed == 1
+
+
+async def test_connection_reports_the_highest_age_of_a_reply(one: FakeController) -> None:
+    answer, ages_s = one._handle, [0.5, 3.0, 0.0]
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        if isinstance(request, ListNodes):
+            return NodesReply(nodes=(), age_s=ages_s.pop(0))
+        return await answer(peer, request)
+
+    one._handle = handle  # type: ignore[method-assign]
+    async with connected(one.port) as connection:
+        for expected in (0.5, 3.0, 3.0):
+            await connection.call(ListNodes(), timeout_s=5)
+            assert connection.oldest_reply_age_s == expected

@@ -404,10 +404,10 @@ DEFECTS = {
         _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
     ),
     "retries without backoff": Defect(
-        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (5, 7), "requests in"
+        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (3, 23), "requests in"
     ),
     "lease not renewed while loading": Defect(
-        _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (2, 3), "no controller has led"
+        _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (1, 7), "no controller has led"
     ),
     "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (0, 2), "has disappeared"),
     "dead-man time below discovery": Defect(

@@ -24,6 +24,7 @@ from genie.cli.placement_options import (
     parse_resources,
 )
 from genie.cli.quantities import format_duration, parse_integer
+from genie.cli.reply_age import open_client_and_report_age
 from genie.errors import GenieError, JobNotFoundError, UnreachableError, UsageError
 from genie.model.limits import LIST_MAX, NAME_CHARS_MAX
 
@@ -122,11 +123,12 @@ def jobs(
     states = _validate_job_states(state or [])
     most = parse_integer(limit, what="--limit", low=1, high=LIST_MAX)
     settings = invocation.load_settings()
-    found, more = asyncio.run(
-        _fetch_jobs_and_has_more(settings, wanted=states, everything=everything, limit=most)
+    found, more, age_s = asyncio.run(
+        _fetch_jobs_and_has_more_and_age_s(settings, wanted=states, everything=everything, limit=most)
     )
     if as_json:
-        output.write_json({"jobs": [output.struct_to_json(job) for job in found], "more": more})
+        document = {"jobs": [output.struct_to_json(job) for job in found], "more": more, "age_s": age_s}
+        output.write_json(document)
         return
     if not found:
         hint = "" if everything or states else "; use --all to include finished jobs"
@@ -295,16 +297,16 @@ async def _submit_with_progress(client: ClusterClient, spec: JobSpec, workdir: P
         progress.close()
 
 
-async def _fetch_jobs_and_has_more(
+async def _fetch_jobs_and_has_more_and_age_s(
     settings: Settings, *, wanted: list[str], everything: bool, limit: int
-) -> tuple[list[Job], bool]:
-    from genie.cluster.client import open_client
+) -> tuple[list[Job], bool, float]:
     from genie.model.job import FINAL_STATES, JobState
 
     active = tuple(state for state in JobState if state not in FINAL_STATES)
     states = tuple(JobState(state) for state in wanted) or (() if everything else active)
-    async with open_client(settings) as client:
-        return await client.list_jobs(states=states, limit=limit)
+    async with open_client_and_report_age(settings) as client:
+        found, more = await client.list_jobs(states=states, limit=limit)
+        return found, more, client.reply_age_s
 
 
 async def _cancel_jobs(settings: Settings, job_ids: list[str]) -> tuple[list[Job], list[GenieError]]:

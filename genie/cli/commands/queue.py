@@ -15,6 +15,7 @@ from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.placement_options import format_placements, format_request
 from genie.cli.quantities import format_count, format_duration, parse_integer
+from genie.cli.reply_age import open_client_and_report_age
 from genie.model.limits import LIST_MAX
 
 if TYPE_CHECKING:
@@ -96,16 +97,12 @@ def explain(
 
 
 async def _fetch_queue_and_is_owner(settings: Settings, *, limit: int) -> tuple[QueueReply, bool]:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
+    async with open_client_and_report_age(settings) as client:
         return await client.queue(limit=limit), client.is_owner
 
 
 async def _fetch_explanation(settings: Settings, job_id: str) -> ExplainReply:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
+    async with open_client_and_report_age(settings) as client:
         return await client.explain(job_id)
 
 

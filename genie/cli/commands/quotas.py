@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import parse_number
+from genie.cli.reply_age import open_client_and_report_age
 from genie.errors import UsageError
 from genie.model.limits import QUOTA_GPUS_MAX, WEIGHT_MAX, WEIGHT_MIN
 
@@ -109,9 +110,8 @@ def remove_quota(
 
 
 async def _fetch_quotas(settings: Settings) -> QuotasReply:
-    from genie.cluster.client import open_client
 
-    async with open_client(settings) as client:
+    async with open_client_and_report_age(settings) as client:
         return await client.quotas()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_count, format_duration, format_size
+from genie.cli.reply_age import open_client_and_report_age
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -45,7 +46,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         ("store", _format_store(reply)),
         ("uptime", format_duration(time.time() - reply.started_at)),
     ]
-    if reply.leading:  # unknown to a standby
+    if reply.leading or reply.has_cluster_data:
         facts += [
             ("nodes", _format_nonzero_counts(reply.nodes)),
             ("accelerators", f"{reply.gpus_free} free of {reply.gpus_total}"),
@@ -78,9 +79,9 @@ def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:
 @command(app, "nodes", example="genie nodes")
 def nodes(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List nodes and accelerators, and the jobs that use them."""
-    views = asyncio.run(_fetch_nodes(invocation.load_settings()))
+    views, age_s = asyncio.run(_fetch_nodes_and_age_s(invocation.load_settings()))
     if as_json:
-        output.write_json({"nodes": [_node_to_json(view) for view in views]})
+        output.write_json({"nodes": [_node_to_json(view) for view in views], "age_s": age_s})
         return
     write_node_and_gpu_tables(views)
 
@@ -120,17 +121,13 @@ def _write_node_table(views: tuple[NodeView, ...], *, now: float) -> None:
 
 
 async def _fetch_status_and_address(settings: Settings) -> tuple[StatusReply, str]:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
+    async with open_client_and_report_age(settings) as client:
         return await client.status(), client.where
 
 
-async def _fetch_nodes(settings: Settings) -> tuple[NodeView, ...]:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
-        return await client.nodes()
+async def _fetch_nodes_and_age_s(settings: Settings) -> tuple[tuple[NodeView, ...], float]:
+    async with open_client_and_report_age(settings) as client:
+        return await client.nodes(), client.reply_age_s
 
 
 def _node_to_json(view: NodeView) -> dict[str, object]:
@@ -166,7 +163,7 @@ def _node_row(view: NodeView, *, now: float) -> tuple[str, ...]:
         info.host,
         f"{view.node_holds.cpus_used:g} of {info.cpus:g}",
         f"{format_size(view.node_holds.memory_used_bytes)} of {format_size(info.memory_total_bytes)}",
-        f"{format_duration(now - info.last_heartbeat)} ago",
+        f"{format_duration(now - info.last_heartbeat)} ago" if info.last_heartbeat else "-",
         "; ".join(filter(None, (_format_drain_state(view), info.status_reason))),
     )
 
@@ -193,7 +190,7 @@ def _gpu_row(view: NodeView, gpu: GPUInfo) -> tuple[str, ...]:
         str(gpu.gpu_id),
         gpu.name,
         format_size(gpu.memory_total_bytes),
-        _format_used_memory(gpu),
+        _format_used_memory(gpu) if view.info.last_heartbeat else "-",
         "-" if gpu.utilization_pct is None else f"{gpu.utilization_pct:.0f}%",
         "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} C",
         _format_jobs_on_gpu(view.node_holds, gpu) if gpu.available else f"unavailable: {gpu.reason}",

@@ -16,6 +16,7 @@ import typer
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_duration, parse_duration
+from genie.cli.reply_age import open_client_and_report_age
 from genie.errors import GenieError, UsageError
 from genie.model.names import parse_address
 
@@ -101,11 +102,10 @@ def create(
 @command(tokens_app, "list", example="genie token list --json")
 def list_tokens(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """List tokens with kind, tenant and state. Secrets are not shown."""
-    found = asyncio.run(_fetch_tokens(invocation.load_settings()))
+    found, age_s = asyncio.run(_fetch_tokens_and_age_s(invocation.load_settings()))
     if as_json:
-        output.write_json(
-            {"tokens": [output.struct_to_json(record, without=_SECRET_RECORD_FIELDS) for record in found]}
-        )
+        records = [output.struct_to_json(record, without=_SECRET_RECORD_FIELDS) for record in found]
+        output.write_json({"tokens": records, "age_s": age_s})
         return
     now = time.time()
     rows = [
@@ -159,11 +159,9 @@ async def _create_token_and_get_address(
         return created, client.where
 
 
-async def _fetch_tokens(settings: Settings) -> list[TokenRecord]:
-    from genie.cluster.client import open_client
-
-    async with open_client(settings) as client:
-        return list(await client.list_tokens())
+async def _fetch_tokens_and_age_s(settings: Settings) -> tuple[list[TokenRecord], float]:
+    async with open_client_and_report_age(settings) as client:
+        return list(await client.list_tokens()), client.reply_age_s
 
 
 async def _revoke_tokens_and_get_errors(settings: Settings, token_ids: list[str]) -> dict[str, GenieError]:

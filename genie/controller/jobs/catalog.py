@@ -13,7 +13,7 @@ import msgspec
 
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.index import JobIndex
-from genie.controller.ledger import Ledger, TableBeingLoaded
+from genie.controller.ledger import LedgerTables, TableBeingLoaded
 from genie.errors import JobNotFoundError
 from genie.model.job import Job, JobState, parse_worker_name, truncate_reason
 from genie.model.tenant import Identity, TokenKind
@@ -30,7 +30,7 @@ class JobCatalog:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: LedgerTables,
         *,
         notifier: ChangeNotifier,
         wake: Callable[[], None],

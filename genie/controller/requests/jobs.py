@@ -31,9 +31,45 @@ LONG_QUEUE_JOBS = 1000
 """With more pending jobs, a scheduling pass takes long, and submissions are answered before it."""
 
 
+class JobReads:
+    """Requests that change nothing. `check_readable` raises NotLeaderError where another controller must
+    respond."""
+
+    def __init__(self, jobs: JobCatalog, *, waits: OpenWaits, check_readable: Callable[[], None]) -> None:
+        self._jobs = jobs
+        self._open_waits = waits
+        self._check_readable = check_readable
+
+    def handlers(self) -> Handlers:
+        return {GetJob: self.get_job, ListJobs: self.list_jobs}
+
+    async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
+        self._check_readable()
+        jobs, identity = self._jobs, connection.identity
+        job = jobs.find(request.job_id, identity)
+        if request.while_state is job.state and (wait_s := clamp_wait_s(request.wait_s)):
+            with self._open_waits.try_open_wait(identity.tenant) as is_allowed:
+                if not is_allowed:
+                    raise too_many_open_error(f"waits of tenant {identity.tenant}")
+                await jobs.wait_while(
+                    job.job_id, lambda now: now.state is request.while_state, timeout_s=wait_s
+                )
+        return JobReply(job=jobs.visible_to(jobs.find(job.job_id, identity), identity))
+
+    async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
+        self._check_readable()
+        limit = min(max(request.limit, 1), LIST_MAX)
+        identity = connection.identity
+        newest = self._jobs.visible_jobs_newest_first(
+            request.states, identity, before=request.before_sequence, limit=limit + 1
+        )
+        found = [self._jobs.visible_to(job, identity) for job in newest]
+        fitting, more = truncate_to_reply(found[:limit])
+        return JobsReply(jobs=fitting, more=more or len(found) > limit)
+
+
 class JobRequests:
-    """`kill` sends the kill of a stopped job to its agents; `check_readable` raises NotLeaderError where
-    another controller must respond."""
+    """Requests that change jobs. `kill` sends the kill of a stopped job to its agents."""
 
     def __init__(
         self,
@@ -45,10 +81,8 @@ class JobRequests:
         replication: BlobReplication,
         election: Election,
         *,
-        waits: OpenWaits,
         offload: Offload,
         kill: Callable[[Job], None],
-        check_readable: Callable[[], None],
     ) -> None:
         self._jobs = jobs
         self._submission = submission
@@ -57,16 +91,12 @@ class JobRequests:
         self._blobs = blobs
         self._replication = replication
         self._election = election
-        self._open_waits = waits
         self._offload = offload
         self._send_kills = kill
-        self._check_readable = check_readable
 
     def handlers(self) -> Handlers:
         return {
             SubmitJob: self.submit_job,
-            GetJob: self.get_job,
-            ListJobs: self.list_jobs,
             CancelJob: self.cancel_job,
         }
 
@@ -115,30 +145,6 @@ class JobRequests:
                 hint="upload it first",
             )
         await self._replication.wait_for_first_copy(name)
-
-    async def get_job(self, connection: Connection, request: GetJob) -> JobReply:
-        self._check_readable()
-        jobs, identity = self._jobs, connection.identity
-        job = jobs.find(request.job_id, identity)
-        if request.while_state is job.state and (wait_s := clamp_wait_s(request.wait_s)):
-            with self._open_waits.try_open_wait(identity.tenant) as is_allowed:
-                if not is_allowed:
-                    raise too_many_open_error(f"waits of tenant {identity.tenant}")
-                await jobs.wait_while(
-                    job.job_id, lambda now: now.state is request.while_state, timeout_s=wait_s
-                )
-        return JobReply(job=jobs.visible_to(jobs.find(job.job_id, identity), identity))
-
-    async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
-        self._check_readable()
-        limit = min(max(request.limit, 1), LIST_MAX)
-        identity = connection.identity
-        newest = self._jobs.visible_jobs_newest_first(
-            request.states, identity, before=request.before_sequence, limit=limit + 1
-        )
-        found = [self._jobs.visible_to(job, identity) for job in newest]
-        fitting, more = truncate_to_reply(found[:limit])
-        return JobsReply(jobs=fitting, more=more or len(found) > limit)
 
     async def cancel_job(self, connection: Connection, request: CancelJob) -> JobReply:
         self._election.require_fencing_token()

@@ -6,16 +6,17 @@ A user sees how much other tenants hold on a node, but not their job IDs and nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election, StoreHealth
 from genie.controller.jobs.space import JobSpace
-from genie.controller.ledger import Ledger
-from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
+from genie.controller.ledger import Ledger, LedgerTables
+from genie.controller.nodes.snapshots import NodeSnapshot
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply, NodeView, StatusReply
@@ -28,10 +29,16 @@ _QUARANTINED_SHOWN_MAX = 20
 _UNUSABLE_GPU_ALARMS_MAX = 5
 
 
+class NodeSnapshotSource(Protocol):
+    def current_snapshots(self) -> Mapping[str, NodeSnapshot]:
+        """Snapshots of all registered nodes, by node ID."""
+        ...
+
+
 class NodeList:
     """The nodes as clients see them; nodes that have left the cluster are omitted."""
 
-    def __init__(self, ledger: Ledger, snapshots: NodeSnapshots) -> None:
+    def __init__(self, ledger: LedgerTables, snapshots: NodeSnapshotSource) -> None:
         self._ledger = ledger
         self._node_snapshots = snapshots
 
@@ -41,6 +48,19 @@ class NodeList:
 
     def holds_of_node(self, node_id: str) -> NodeHolds:
         return self._ledger.holds.get(node_id) or NodeHolds(node_id=node_id)
+
+    def count_by_status(self) -> dict[str, int]:
+        return dict(Counter(str(node.info.status) for node in self.snapshots()))
+
+    def count_total_and_free_gpus(self) -> tuple[int, int]:
+        """Count the accelerators of all connected nodes, and those that are free."""
+        up = [node for node in self.snapshots() if node.info.status is not NodeStatus.DISCONNECTED]
+        total = sum(len(_usable_gpus(node)) for node in up)
+        return total, sum(self._count_free_gpus(node) for node in up if not node.blocked_reason)
+
+    def _count_free_gpus(self, node: NodeSnapshot) -> int:
+        used = self.holds_of_node(node.node_id)
+        return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in _usable_gpus(node))
 
     def make_nodes_reply(self, identity: Identity, *, after_node_id: str = "") -> NodesReply:
         """List the nodes with IDs greater than `after_node_id`, as many as fit into one reply."""
@@ -115,6 +135,7 @@ class StatusRequests:
     async def get_status(self, connection: Connection, request: GetStatus) -> StatusReply:
         nodes, leader = self._node_list.snapshots(), self._election.leader
         up = [node for node in nodes if node.info.status is not NodeStatus.DISCONNECTED]
+        gpus_total, gpus_free = self._node_list.count_total_and_free_gpus()
         record, is_owner = self._ledger.cluster.get(""), connection.identity.kind is TokenKind.OWNER
         quarantined = self._ledger.quarantined
         return StatusReply(
@@ -126,10 +147,10 @@ class StatusRequests:
             store_members=tuple(sorted(self._get_store_members())) if is_owner else (),
             store_ok=self._store_health.is_ok,
             started_at=self._started_at,
-            nodes=dict(Counter(str(node.info.status) for node in nodes)),
+            nodes=self._node_list.count_by_status(),
             jobs={state: count for state, count in self._count_jobs().items() if count},
-            gpus_total=sum(len(_usable_gpus(node)) for node in up),
-            gpus_free=sum(self._count_free_gpus(node) for node in up if not node.blocked_reason),
+            gpus_total=gpus_total,
+            gpus_free=gpus_free,
             clients=self._count_clients(),
             policy=self._policy_name,
             policy_fault=_visible_policy_fault(self._get_policy_fault(), connection.identity),
@@ -140,10 +161,6 @@ class StatusRequests:
             store_bytes_max=self._job_space.store_bytes_max if is_owner else 0,
             store_reason=self._store_health.failure_reason if is_owner else "",
         )
-
-    def _count_free_gpus(self, node: NodeSnapshot) -> int:
-        used = self._node_list.holds_of_node(node.node_id)
-        return sum(gpu.available and used.gpu_used_milli(gpu.gpu_id) == 0 for gpu in _usable_gpus(node))
 
 
 def _usable_gpus(node: NodeSnapshot) -> tuple[GPUInfo, ...]:

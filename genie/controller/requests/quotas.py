@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from genie.controller.checks import check_quota
 from genie.controller.connection import Connection, Handlers
-from genie.controller.ledger import Ledger, Transaction
+from genie.controller.ledger import Ledger, LedgerTables, Transaction
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.errors import QuotaNotFoundError, UsageError
 from genie.model.messages import Done, ListQuotas, QuotasReply, QuotaView, RemoveQuota, SetQuota
@@ -48,17 +48,8 @@ class QuotaTable:
 
         await self._ledger.write(build)
 
-    def visible_quotas(self, identity: Identity) -> list[QuotaView]:
-        """Quotas by tenant name: for a user its own tenant, for the owner all with a quota or held GPUs."""
-        held = self._held_gpu_milli_by_tenant()
-        tenants = {*self._ledger.quotas, *held} if identity.kind is TokenKind.OWNER else {identity.tenant}
-        return [
-            QuotaView(
-                quota=self._ledger.quotas.get(tenant) or QuotaRecord(tenant=tenant),
-                held_gpus=held.get(tenant, 0) / WHOLE_GPU_MILLI,
-            )
-            for tenant in sorted(tenants)
-        ]
+    def make_quotas_reply(self, identity: Identity) -> QuotasReply:
+        return make_quotas_reply(self._ledger, identity)
 
     def quotas_and_weights(self) -> tuple[Quotas, dict[str, float]]:
         """Return the quotas and fair-share weights of tenants for the scheduler."""
@@ -69,13 +60,6 @@ class QuotaTable:
             if row.gpus is not None
         }
         return Quotas(by_tenant), {row.tenant: row.weight for row in rows}
-
-    def _held_gpu_milli_by_tenant(self) -> dict[str, int]:
-        held: dict[str, int] = {}
-        for node in self._ledger.holds.values():
-            for hold in node.holds:
-                held[hold.tenant] = held.get(hold.tenant, 0) + hold.gpu_milli * len(hold.gpu_ids)
-        return held
 
 
 class QuotaRequests:
@@ -94,8 +78,7 @@ class QuotaRequests:
 
     async def list_quotas(self, connection: Connection, request: ListQuotas) -> QuotasReply:
         self._check_readable()
-        quotas, more = truncate_to_reply(self._quota_table.visible_quotas(connection.identity))
-        return QuotasReply(quotas=quotas, more=more)
+        return self._quota_table.make_quotas_reply(connection.identity)
 
     async def set_quota(self, connection: Connection, request: SetQuota) -> Done:
         await self._quota_table.set_quota(request.quota)
@@ -104,6 +87,29 @@ class QuotaRequests:
     async def remove_quota(self, connection: Connection, request: RemoveQuota) -> Done:
         await self._quota_table.remove_quota(request.tenant)
         return Done()
+
+
+def make_quotas_reply(tables: LedgerTables, identity: Identity) -> QuotasReply:
+    """List quotas by tenant name: for a user its own tenant, for the owner all with a quota or held GPUs."""
+    held = _held_gpu_milli_by_tenant(tables)
+    tenants = {*tables.quotas, *held} if identity.kind is TokenKind.OWNER else {identity.tenant}
+    views = (
+        QuotaView(
+            quota=tables.quotas.get(tenant) or QuotaRecord(tenant=tenant),
+            held_gpus=held.get(tenant, 0) / WHOLE_GPU_MILLI,
+        )
+        for tenant in sorted(tenants)
+    )
+    quotas, more = truncate_to_reply(views)
+    return QuotasReply(quotas=quotas, more=more)
+
+
+def _held_gpu_milli_by_tenant(tables: LedgerTables) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for node in tables.holds.values():
+        for hold in node.holds:
+            held[hold.tenant] = held.get(hold.tenant, 0) + hold.gpu_milli * len(hold.gpu_ids)
+    return held
 
 
 def _to_scheduler_quota(row: QuotaRecord, *, guaranteed_gpus: float) -> Quota:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol
+
+import msgspec
 
 from genie.controller.change_notifier import wait_event
 from genie.controller.connection import Connection, Connections, Handlers
 from genie.controller.election import Election
-from genie.controller.ledger import Ledger
+from genie.controller.ledger import TABLES_AGE_S_MAX, Ledger
 from genie.controller.nodes.admission import Admission, Certificates
 from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenUsage
 from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     AccessError,
     BlobSpaceError,
+    GenieError,
     NotLeaderError,
     OverloadedError,
     ProtocolError,
@@ -33,10 +37,16 @@ from genie.model.failover import HELLO_READY_TIMEOUT_S
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
+    COPY_REQUESTS,
+    FORWARDED_REQUESTS,
+    NOT_FORWARDED_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
+    AgedReply,
     Certificate,
     Done,
     FetchTrust,
+    ForwardedReply,
+    ForwardedRequest,
     GetStatus,
     Heartbeat,
     Hello,
@@ -47,6 +57,7 @@ from genie.model.messages import (
     RenewCertificate,
     ServerHello,
     SignExecutor,
+    StatusReply,
     TrustAnchor,
     Welcome,
 )
@@ -54,6 +65,7 @@ from genie.model.names import validate_name
 from genie.model.release import check_releases_work_together
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
+from genie.runtime import wire
 from genie.runtime.network import Channel
 from genie.runtime.rpc import Peer
 from genie.tenancy.access import check_request_allowed
@@ -68,6 +80,20 @@ _READY_TIMEOUT_S = 1.0
 _ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
 _REQUESTS_BEFORE_HELLO_MAX = 16
+
+
+class StandbyResponder(Protocol):
+    """Replies to clients of a controller that does not lead (standby/requests.py)."""
+
+    async def respond(self, connection: Connection, request: Message) -> Message:
+        """Return the reply of the leader, or that of the copy of the ledger."""
+        ...
+
+    async def complete_status(self, connection: Connection, own: StatusReply) -> StatusReply:
+        """Return the status of this controller with what concerns the whole cluster."""
+        ...
+
+    def can_answer_from_copy(self, kind: type[Message]) -> bool: ...
 
 
 class RequestService:
@@ -87,6 +113,7 @@ class RequestService:
         ready: asyncio.Event,
         controllers: Callable[[], tuple[str, ...]],
         handlers: Iterable[Handlers],
+        standby_requests: StandbyResponder,
     ) -> None:
         self._ledger = ledger
         self._election = election
@@ -98,9 +125,12 @@ class RequestService:
         self._request_limits = RequestLimits(clock)
         self._ready_event = ready
         self._get_controllers = controllers
+        self._standby_requests = standby_requests
+        self._forwarded_request_decoder = wire.RequestDecoder(FORWARDED_REQUESTS)
         self._handlers: Handlers = {
             Hello: self._handle_hello,
             ServerHello: self._handle_server_hello,
+            ForwardedRequest: self._handle_forwarded_request,
             FetchTrust: self._handle_fetch_trust,
             Join: self._handle_join,
             RecoverCertificate: self._handle_recover_certificate,
@@ -152,8 +182,11 @@ class RequestService:
                 self._charge_request(connection, connection.token_usage, request)
             check_request_allowed(connection.authenticated_as, request)
             self._tokens.check_token_still_valid(connection.authenticated_as)
-            if not self._ledger.is_up_to_date and kind not in _ALLOWED_WHILE_LOADING:
-                self._check_not_loading()
+            if not self._ledger.is_up_to_date:
+                if (reply := self._try_respond_without_leading(connection, request)) is not None:
+                    return reply
+                if kind not in _ALLOWED_WHILE_LOADING:
+                    self._check_not_loading()
         handler, usage = self._handlers[kind], connection.token_usage
         if usage is None:
             reply = handler(connection, request)
@@ -170,13 +203,49 @@ class RequestService:
             size_bytes=size_bytes,
         )
 
+    def _try_respond_without_leading(
+        self, connection: Connection, request: Message
+    ) -> Awaitable[Message] | None:
+        """Return the reply to a client on a controller that does not lead, or has not read the tables yet.
+        None if the request is handled as by a leader."""
+        kind, usage = type(request), connection.token_usage
+        if connection.is_forwarded:
+            self._ledger.check_leading_and_up_to_date()
+        if usage is None or kind in NOT_FORWARDED_REQUESTS:
+            return None
+        if self._ledger.is_loaded:
+            return None if self._election.is_leading else self._respond_from_memory(connection, request)
+        if kind is GetStatus:
+            reply = self._respond_with_status(connection, request)
+        elif self._election.is_leading and not self._standby_requests.can_answer_from_copy(kind):
+            return None
+        else:
+            reply = self._standby_requests.respond(connection, request)
+        return self._request_limits.await_reply_counted_in_flight(
+            usage, reply, size_bytes=connection.peer.request_bytes
+        )
+
+    def _respond_from_memory(self, connection: Connection, request: Message) -> Awaitable[Message] | None:
+        """Mark replies of a controller that has led, while no other one is known to lead, with their age."""
+        age_s, kind = self._election.since_leading_s, type(request)
+        if kind not in COPY_REQUESTS and kind is not GetStatus:
+            return None
+        if age_s > TABLES_AGE_S_MAX and kind is not GetStatus:
+            raise NotLeaderError(f"this controller has not led for {age_s:.0f} s; its data is too old")
+        return _with_age(self._handlers[kind](connection, request), age_s=age_s)
+
+    async def _respond_with_status(self, connection: Connection, request: Message) -> Message:
+        own = await self._handlers[GetStatus](connection, request)
+        assert isinstance(own, StatusReply)
+        return await self._standby_requests.complete_status(connection, own)
+
     def _charge_request(self, connection: Connection, usage: TokenUsage, request: Message) -> None:
         try:
             self._request_limits.check_and_charge_request(
                 usage, request, size_bytes=connection.peer.request_bytes
             )
         except OverloadedError:
-            if usage.rate_limit.is_debt_at_max:
+            if usage.rate_limit.is_debt_at_max and not connection.is_forwarded:
                 _log.info(
                     "closed the connection of %s: it ignores the rate limit of its token",
                     connection.peer.name,
@@ -222,6 +291,23 @@ class RequestService:
         self._connections.authenticate(connection, identity, controllers=())
         return Done()
 
+    async def _handle_forwarded_request(
+        self, connection: Connection, request: ForwardedRequest
+    ) -> ForwardedReply:
+        """Handle a request of a client of another controller as if the client was connected to this one. It
+        is never forwarded again. An error of the request is part of the reply: errors of this call mean that
+        the request was not carried out."""
+        self._ledger.check_leading_and_up_to_date()
+        inner = self._forwarded_request_decoder.decode(request.request, peer=connection.peer.name)
+        try:
+            identity = self._tokens.identify_forwarded_client(request.token_id)
+            usage = self._request_limits.get_token_usage(identity)
+            client = Connection(connection.peer, identity, token_usage=usage, is_forwarded=True)
+            reply = await self._dispatch(client, inner)
+        except GenieError as error:
+            return ForwardedReply(error=wire.encode_error(error))
+        return ForwardedReply(reply=wire.encode_message(reply))
+
     async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:
             identity = await self._tokens.authenticate_token(token)
@@ -266,6 +352,12 @@ class RequestService:
 
     async def _handle_sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
         return self._admission.sign_executor(connection.identity.name, request)
+
+
+async def _with_age(reply: Awaitable[Message], *, age_s: float) -> Message:
+    answer = await reply
+    assert isinstance(answer, AgedReply)
+    return msgspec.structs.replace(answer, age_s=round(age_s, 3))
 
 
 def _check_release(connection: Connection, version: str, *, peer: str) -> None:

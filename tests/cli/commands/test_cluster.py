@@ -414,7 +414,7 @@ def test_controller_without_agent_has_no_nodes(run_in_process, tmp_path) -> None
     commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
     try:
-        assert json.loads(run_in_process(commands, "nodes", "--json").out) == {"nodes": []}
+        assert json.loads(run_in_process(commands, "nodes", "--json").out) == {"nodes": [], "age_s": 0.0}
         ran = run_in_process(commands, "submit", "--gpus", "1", "--", "true")
         assert ran.code == 0 or "can never run here" in ran.err
     finally:

@@ -64,6 +64,36 @@ def test_standby_shows_why_it_cannot_lead(genie, controller) -> None:
     assert "alarm    this server cannot lead: it runs 9.0" in genie("status").out
 
 
+def test_status_of_a_standby_shows_its_copy_and_the_age(genie, controller) -> None:
+    reply = msgspec.structs.replace(
+        make_status_reply(), leading=False, leader="10.0.0.5:5555", has_cluster_data=True, age_s=12.3
+    )
+    controller.replies[GetStatus] = reply
+    ran = genie("status")
+    assert "role          standby\n" in ran.out and "accelerators  3 free of 4\n" in ran.out
+    assert f"from standby 127.0.0.1:{controller.port}, 12 s old: no leader responds\n" in ran.err
+    ran = genie("status", "--json")
+    assert json.loads(ran.out)["age_s"] == 12.3
+
+
+@pytest.mark.parametrize(("age_s", "is_shown"), [(0.0, False), (0.9, False), (75.0, True)])
+def test_nodes_of_a_standby_are_shown_with_their_age(genie, controller, age_s, is_shown) -> None:
+    controller.replies[ListNodes] = NodesReply(nodes=(make_node_view(),), age_s=age_s)
+    ran = genie("nodes")
+    assert "box" in ran.out
+    assert ("75 s old: no leader responds" in ran.err) is is_shown
+    assert json.loads(genie("nodes", "--json").out)["age_s"] == age_s
+
+
+def test_reading_without_a_heartbeat_is_not_shown(genie, controller) -> None:
+    view = make_node_view()
+    gpu = msgspec.structs.replace(view.info.gpus[0], memory_used_bytes=5 * 1024**3)
+    info = msgspec.structs.replace(view.info, last_heartbeat=0.0, gpus=(gpu,))
+    controller.replies[ListNodes] = NodesReply(nodes=(msgspec.structs.replace(view, info=info),))
+    shown = genie("nodes").out
+    assert "ago" not in shown and "5.0 GiB" not in shown
+
+
 def test_status_prints_json(genie, controller) -> None:
     controller.replies[GetStatus] = make_status_reply()
     document = json.loads(genie("status", "--json").out)

@@ -182,10 +182,14 @@ def test_holds_on_all_nodes_are_counted() -> None:
     def hold(tenant: str, *gpu_ids: int, milli: int = 1000) -> Hold:
         return Hold(job_id="j", tenant=tenant, epoch=1, incarnation=1, gpu_ids=gpu_ids, gpu_milli=milli)
 
-    found = make_quota_table(
-        holds={
-            "n1": NodeHolds(node_id="n1", holds=(hold("a", 0, 1), hold("b", 2, milli=250))),
-            "n2": NodeHolds(node_id="n2", holds=(hold("a", 0, milli=100), hold("c"))),
-        }
-    ).visible_quotas(OWNER)
+    found = (
+        make_quota_table(
+            holds={
+                "n1": NodeHolds(node_id="n1", holds=(hold("a", 0, 1), hold("b", 2, milli=250))),
+                "n2": NodeHolds(node_id="n2", holds=(hold("a", 0, milli=100), hold("c"))),
+            }
+        )
+        .make_quotas_reply(OWNER)
+        .quotas
+    )
     assert {view.quota.tenant: view.held_gpus for view in found} == {"a": 2.1, "b": 0.25, "c": 0.0}

@@ -1,0 +1,169 @@
+"""The connection of a standby to the leader, over which requests of clients are forwarded.
+
+Opened at the first request and closed when another controller leads or no request was forwarded for a while.
+Both sides authenticate by the certificates of controllers, so without TLS there is no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from genie.controller.change_notifier import ChangeNotifier, wait_event
+from genie.errors import DeadlineError, GenieError, NotLeaderError
+from genie.model.messages import ServerHello
+from genie.model.names import parse_endpoint
+from genie.processes.clock import Clock
+from genie.processes.tasks import Offload
+from genie.runtime import rpc
+from genie.runtime.network import ClientTls, Network
+from genie.version import __version__
+
+_log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 1.5
+"""How long a request waits for the connection."""
+_BACKOFF_S_MIN = 0.2
+_BACKOFF_S_MAX = 2.0
+_IDLE_TIMEOUT_S = 60.0
+_CONNECTION_KEY = "connection"
+
+
+class LeaderLink:
+    """`client_tls` blocks; None when TLS is off."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        network: Network,
+        clock: Clock,
+        offload: Offload,
+        client_tls: Callable[[], ClientTls] | None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._controller_name = name
+        self._network = network
+        self._clock = clock
+        self._offload = offload
+        self._make_client_tls = client_tls
+        self._jitter_rng = chance
+        self._notifier = ChangeNotifier(clock)
+        self._leader_address = ""
+        self._peer: rpc.Peer | None = None
+        self._connect_error: GenieError | None = None
+        """Why the last attempt to connect failed."""
+        self._last_used_s = 0.0
+        self._wake_event = asyncio.Event()
+
+    @property
+    def leader_address(self) -> str:
+        """HOST:PORT of the leader; empty if none is known."""
+        return self._leader_address
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._make_client_tls is not None
+
+    def set_leader(self, address: str) -> None:
+        """Forward to this controller from now on; empty if none leads, or this one. Requests in flight to
+        another one fail."""
+        if address == self._leader_address:
+            return
+        self._leader_address, self._connect_error = address, None
+        if self._peer is not None:
+            self._peer.close()
+        self._wake_event.set()
+        self._notifier.notify_all()
+
+    def close_unresponsive(self, peer: rpc.Peer) -> None:
+        """Close a connection on which a reply is overdue. Requests then fail at once until a new one is
+        open."""
+        if peer is self._peer:
+            self._connect_error = DeadlineError(f"{self._leader_address} does not respond")
+        peer.close()
+
+    async def get_connection(self) -> rpc.Peer:
+        """Return a connection to the leader, waiting up to CONNECT_TIMEOUT_S for it. Raise NotLeaderError if
+        there is none, or if the last attempt to connect has failed."""
+        self._last_used_s = self._clock.monotonic_s()
+        self._wake_event.set()
+
+        def is_pending() -> bool:
+            return (
+                self._get_open_peer() is None and self._connect_error is None and bool(self._leader_address)
+            )
+
+        if self.is_enabled and is_pending():
+            await self._notifier.wait_while(_CONNECTION_KEY, is_pending, timeout_s=CONNECT_TIMEOUT_S)
+        peer = self._get_open_peer()
+        if peer is None:
+            raise self._no_connection_error()
+        return peer
+
+    def _get_open_peer(self) -> rpc.Peer | None:
+        return self._peer if self._peer is not None and not self._peer.is_closed else None
+
+    def _no_connection_error(self) -> NotLeaderError:
+        if self.is_enabled and self._leader_address:
+            why = self._connect_error.message if self._connect_error else "it does not respond"
+            message = f"this controller does not lead, and cannot forward the request to the leader: {why}"
+        else:
+            message = "this controller does not lead"
+        return NotLeaderError.naming_leader(message, leader=self._leader_address)
+
+    async def run(self) -> None:
+        """Keep a connection open while it is used, until cancelled."""
+        if not self.is_enabled:
+            return
+        backoff_s = _BACKOFF_S_MIN
+        while True:
+            if not self._is_wanted():
+                self._wake_event.clear()
+                await self._wake_event.wait()
+                continue
+            try:
+                await self._run_connection(self._leader_address)
+                backoff_s = _BACKOFF_S_MIN
+            except GenieError as error:
+                self._record_failure(error)
+            except Exception as error:  # a task boundary: forwarding must not end the controller
+                _log.exception("the connection to the leader failed")
+                self._record_failure(GenieError(f"internal error: {type(error).__name__}"))
+            await self._clock.sleep(backoff_s * (0.5 + self._jitter_rng() / 2))
+            backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
+
+    def _is_wanted(self) -> bool:
+        is_idle = self._clock.monotonic_s() - self._last_used_s >= _IDLE_TIMEOUT_S
+        return bool(self._leader_address) and not is_idle and self._last_used_s > 0
+
+    def _record_failure(self, error: GenieError) -> None:
+        if self._connect_error is None:
+            _log.info("cannot connect to the leader at %s: %s", self._leader_address, error)
+        self._connect_error = error
+        self._notifier.notify_all()
+
+    async def _run_connection(self, address: str) -> None:
+        """Connect, and return when the connection is closed or idle."""
+        assert self._make_client_tls is not None
+        client_tls = await self._offload(self._make_client_tls)
+        host, port = parse_endpoint(address)
+        async with rpc.dial(self._network, host, port, tls=client_tls, timeout_s=CONNECT_TIMEOUT_S) as peer:
+            hello = ServerHello(name=self._controller_name, version=__version__)
+            await peer.call(hello, timeout_s=CONNECT_TIMEOUT_S)
+            if address != self._leader_address:
+                return
+            self._peer, self._connect_error = peer, None
+            self._notifier.notify_all()
+            try:
+                await self._wait_until_closed_or_idle(peer)
+            finally:
+                self._peer = None
+
+    async def _wait_until_closed_or_idle(self, peer: rpc.Peer) -> None:
+        closed = asyncio.Event()
+        peer.set_close_listener(closed.set)
+        while not peer.is_closed and (not peer.is_idle or self._is_wanted()):
+            await wait_event(closed, clock=self._clock, timeout_s=_IDLE_TIMEOUT_S / 2)

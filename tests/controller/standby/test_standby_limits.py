@@ -1,0 +1,125 @@
+"""Standbys without TLS, controllers that have led, and limits of forwarded requests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from genie.controller.ledger import TABLES_AGE_S_MAX
+from genie.controller.standby import requests as standby_requests
+from genie.errors import NotLeaderError, OverloadedError
+from genie.model.job import JobState
+from genie.model.messages import (
+    FORWARDED_REQUESTS,
+    NOT_FORWARDED_REQUESTS,
+    OWNER_REQUESTS,
+    USER_REQUESTS,
+    GetJob,
+    ListJobs,
+    ListNodes,
+)
+from genie.model.node import NodeStatus
+from genie.runtime import rpc
+from genie.sim.store import MemoryStore
+from tests.controller.running_controller import running_controller
+from tests.controller.standby.controllers_on_etcd import run_leader_and_standby
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+LEASE_S = 30.0
+
+
+async def test_without_tls_reads_are_answered_only_while_no_controller_leads(tmp_path: Path) -> None:
+    """Requests cannot be forwarded then; a client that is sent to the leader gets newer data."""
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    store = memory.connect()
+    async with (
+        running_controller(tmp_path / "1", clock=clock, store=memory.connect(), name="one") as leader,
+        running_controller(
+            tmp_path / "2", clock=clock, store=store, leader_ttl_s=LEASE_S, name="two"
+        ) as standby,
+        standby.client((leader.state_dir / "owner.token").read_text()) as client,
+    ):
+        async with leader.client() as of_leader:
+            job = await of_leader.submit()
+        assert leader.controller is not None
+        await clock.advance(1.0)
+        with pytest.raises(NotLeaderError, match=leader.controller.address):
+            await client.job(job.job_id)
+        store.set_available(False)
+        await clock.advance(LEASE_S / 2)
+        with pytest.raises(NotLeaderError, match=leader.controller.address):
+            await client.job(job.job_id)
+        await clock.advance(LEASE_S)
+        reply = await client.ask(GetJob(job_id=job.job_id))
+        assert reply.job.state is JobState.QUEUED
+        assert reply.age_s == pytest.approx(1.5 * LEASE_S, abs=2.0)
+        store.set_available(True)
+    await memory.close()
+
+
+async def test_controller_that_has_led_answers_with_the_age_of_its_memory(tmp_path: Path) -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    store = memory.connect()
+    async with (
+        running_controller(tmp_path, clock=clock, store=store, leader_ttl_s=3.0) as one,
+        one.agent() as agent,
+        one.client() as client,
+    ):
+        job = await client.submit(gpus=1)
+        assert (await client.ask(ListJobs())).age_s == 0.0
+        store.set_available(False)
+        await clock.advance(3.5)
+        await agent.beat()
+        reply = await client.ask(ListNodes())
+        assert 0.0 < reply.age_s < 3.5 and reply.nodes[0].info.status is NodeStatus.HEALTHY
+        before_s = (await client.ask(GetJob(job_id=job.job_id))).age_s
+        await clock.advance(10.0)
+        assert (await client.ask(GetJob(job_id=job.job_id))).age_s == pytest.approx(before_s + 10.0, abs=0.1)
+        assert (await client.status()).age_s == pytest.approx(before_s + 10.0, abs=0.1)
+        await clock.advance(TABLES_AGE_S_MAX)
+        with pytest.raises(NotLeaderError, match="its data is too old"):
+            await client.ask(ListJobs())
+        assert (await client.status()).age_s > TABLES_AGE_S_MAX
+        store.set_available(True)
+    await memory.close()
+
+
+async def test_forwarded_requests_of_a_token_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_requests, "FORWARDS_PER_TOKEN_IN_FLIGHT_MAX", 3)
+    async with run_leader_and_standby(tmp_path) as cluster, cluster.standby.client() as client:
+        job = await client.submit()
+        wait = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=20.0)
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(client.ask(wait)) for _ in range(3)]
+            assert cluster.standby.controller is not None
+            requests = cluster.standby.controller._standby_requests
+            await until(lambda: requests._in_flight == 3)
+            with pytest.raises(OverloadedError, match="forwarded requests in flight") as error:
+                await client.job(job.job_id)
+            assert error.value.retry_after_s > 0
+            for task in waits:
+                task.cancel()
+
+
+async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_leader_and_standby(tmp_path) as cluster, cluster.standby.client() as client:
+        await client.submit()
+        monkeypatch.setattr("genie.runtime.wire.FRAME_BYTES_MAX", 400)
+        with pytest.raises(NotLeaderError, match="cannot be forwarded") as error:
+            await client.submit("x" * 250)
+        assert error.value.leader == cluster.leader_address
+
+
+def test_every_request_of_clients_is_forwarded_or_handled_locally() -> None:
+    requests = {*USER_REQUESTS, *OWNER_REQUESTS}
+    assert {*FORWARDED_REQUESTS, *NOT_FORWARDED_REQUESTS} == requests
+    assert standby_requests.FORWARDS_IN_FLIGHT_MAX < rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX
