@@ -20,7 +20,7 @@ from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
 from genie.device.registry import DEVICES_MAX, device_slot
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
 from genie.model.job import Job, JobState
-from genie.model.messages import CancelJob, DeviceReply, OpenDevice, WaitDevice
+from genie.model.messages import CancelJob, DeviceReply, Endpoint, OpenDevice, WaitDevice
 from genie.model.node import GPUInfo, NodeInfo, NodeStatus, Vendor
 from genie.runtime.controller_connection import ControllerConnection
 from genie.runtime.data_plane import TransportCoordinator
@@ -31,6 +31,7 @@ _LONG_POLL_S = 5.0
 _DEVICE_POLL_PAUSE_S = 0.02
 _CALL_TIMEOUT_S = 10.0
 _CANCEL_SESSION_JOB_TIMEOUT_S = 2.0
+_EXECUTOR_CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,19 @@ class DeviceBroker(TransportCoordinator):
         return new
 
     async def mark_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
-        """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs."""
+        """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs, or if
+        they cannot be reached: the cluster does not end jobs on a node that is only isolated."""
         for index, job_id in list(self._session_job_id_by_device_index.items()):
             node = nodes.get(self.accelerator_refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
                 continue
             try:
                 request = WaitDevice(job_id=job_id, wait_s=0.0)
-                job = (await self._connection.call(request, timeout_s=_CALL_TIMEOUT_S)).job
-                reason = job.reason if job.state.is_final else ""
+                reply = await self._connection.call(request, timeout_s=_CALL_TIMEOUT_S)
+                reason = reply.job.reason if reply.job.state.is_final else ""
+                if not reason and not await _can_reach_executor(reply.endpoint):
+                    reason = "its node does not respond, and the executor cannot be reached"
+                    await self._cancel_session_job(reply.job)
             except JobNotFoundError:
                 reason = "the controller no longer has its session"
             if reason:
@@ -216,6 +221,19 @@ def registered_torch_device(broker: DeviceBroker, *, launch_blocking: bool) -> I
         yield
     finally:
         detach()
+
+
+async def _can_reach_executor(endpoint: Endpoint | None) -> bool:
+    """Whether something listens at the address of an executor; True if the address is not known yet."""
+    if endpoint is None:
+        return True
+    try:
+        async with asyncio.timeout(_EXECUTOR_CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    except OSError:  # also TimeoutError
+        return False
+    writer.transport.abort()
+    return True
 
 
 def _check_session_job_not_ended(ref: AcceleratorRef, job: Job) -> None:

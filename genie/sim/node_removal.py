@@ -14,8 +14,8 @@ from genie.model.messages import RemoveNode
 from genie.sim.cluster import SimCluster
 
 _ISOLATION_AFTER_REMOVAL_S_MAX = 5.0
-_JOBS_END_TIMEOUT_S = 20.0
-"""For the node to reach a controller again, and for the grace period of its jobs."""
+_KILL_TIMEOUT_S = 8.0
+"""For the node to reach a controller again, and to end its jobs with their grace period."""
 _RETRY_INTERVAL_S = 0.5
 
 
@@ -56,12 +56,12 @@ async def _remove_node(cluster: SimCluster, node_id: str) -> None:
 
 
 async def _wait_until_jobs_have_ended(cluster: SimCluster, host: str) -> None:
-    deadline_s = cluster.world.now_s + _JOBS_END_TIMEOUT_S
+    deadline_s = cluster.world.now_s + _KILL_TIMEOUT_S
     while processes := [
         one for one in cluster.machines.live_processes(host) if one.survives_sigkill_until_s is None
     ]:
-        if not _can_reach_leader(cluster, host):
-            deadline_s = cluster.world.now_s + _JOBS_END_TIMEOUT_S
+        if not _can_reach_leader(cluster, host) or any(one.termination_reason for one in processes):
+            deadline_s = cluster.world.now_s + _KILL_TIMEOUT_S
         if cluster.world.now_s > deadline_s:
             cluster.machines.report_violation(f"jobs of a removed node still run: {processes}")
             return

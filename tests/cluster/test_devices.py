@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import msgspec
@@ -21,6 +22,7 @@ from genie.model.job import JobState
 from genie.model.messages import CancelJob, DeviceReply, OpenDevice, SessionHeartbeat, WaitDevice
 from genie.model.node import NodeStatus, Vendor
 from tests.cluster.small_controller import SmallController, make_gpu, make_node, make_session_job
+from tests.fakes.controller import HOST
 from tests.waiting import wait_until
 
 QUIET_SETTINGS = {"enable_gpu_monitoring": False, "enable_health_checks": False}
@@ -110,12 +112,14 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     get_broker().open_executor_blocking(0)
     get_broker().open_executor_blocking(2)
-    controller.nodes = (
-        make_node("n1", make_gpu(0), make_gpu(1), status=NodeStatus.DISCONNECTED),
-        make_node("n2", make_gpu(0)),
-    )
-    wait_until(lambda: controller.count(WaitDevice) >= 2)
-    assert lost == [], "the cluster still waits for it"
+    with socket.create_server((HOST, 0)) as executor:
+        _set_executor_port(controller, executor.getsockname()[1])
+        controller.nodes = (
+            make_node("n1", make_gpu(0), make_gpu(1), status=NodeStatus.DISCONNECTED),
+            make_node("n2", make_gpu(0)),
+        )
+        wait_until(lambda: controller.count(WaitDevice) >= 3)
+        assert (lost, controller.count(CancelJob)) == ([], 0), "it can be reached, and its job has not ended"
     over = make_session_job("j-1", JobState.LOST, reason="its node is gone")
     controller.device = DeviceReply(job=over, endpoint=None)
     wait_until(lambda: lost)
@@ -123,6 +127,30 @@ def test_executor_is_lost_when_its_session_job_has_ended(
     beats = controller.count(SessionHeartbeat)
     wait_until(lambda: controller.count(SessionHeartbeat) > beats + 1)
     assert (lost, controller.count(WaitDevice)) == ([(0, "its node is gone")], seen), "reported once"
+
+
+def test_executor_on_a_disconnected_node_is_lost_if_it_cannot_be_reached(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[str] = []
+    monkeypatch.setattr(registry.DeviceSlot, "disconnect_lost_executor", lambda slot, why: lost.append(why))
+    genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
+    get_broker().open_executor_blocking(0)
+    with socket.create_server((HOST, 0)) as executor:
+        _set_executor_port(controller, executor.getsockname()[1])
+    node = get_broker().accelerator_refs[0].node_id
+    controller.nodes = (make_node(node, make_gpu(0), status=NodeStatus.DISCONNECTED),)
+    wait_until(lambda: lost)
+    assert lost == ["its node does not respond, and the executor cannot be reached"]
+    assert controller.count(CancelJob) == 1
+
+
+def _set_executor_port(controller: SmallController, port: int) -> None:
+    endpoint = controller.device.endpoint
+    assert endpoint is not None
+    controller.device = msgspec.structs.replace(
+        controller.device, endpoint=msgspec.structs.replace(endpoint, port=port)
+    )
 
 
 def test_executor_is_lost_when_its_session_job_is_unknown(

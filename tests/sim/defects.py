@@ -373,7 +373,7 @@ DEFECTS = {
         "was not queued again",
     ),
     "removed node that keeps its jobs": Defect(
-        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (0, 1), "of a removed node"
+        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (2, 5), "of a removed node"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"

@@ -78,9 +78,10 @@ async def _run_scenario(
         assert not cluster.machines.live_processes(), "no process runs without a job"
         for job in jobs.values():
             if job.state is JobState.SUCCEEDED:
-                assert cluster.machines.completed_run_count_by_job.get(job.job_id) == 1, (
-                    f"{job.job_id} succeeded without completing"
-                )
+                count = cluster.machines.completed_run_count_by_job.get(job.job_id, 0)
+                assert count, f"{job.job_id} succeeded without completing"
+                # Of a restartable job, the exit of an earlier run may have been reported too late.
+                assert count == 1 or job.spec.is_restartable, f"{job.job_id} ran {count} times"
         await cluster.stop()
     return ScenarioOutcome(jobs, cluster.machines.violations)
 
