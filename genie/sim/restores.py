@@ -93,12 +93,14 @@ async def restore_beside_old_controller(cluster: SimCluster, kind: str, duration
     host = cluster.world.random.choice(running)
     with control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)):
         cluster.crash(host)
+        cluster.hosts_kept_down.add(host)
         cluster.outdated_controller_hosts.add(host)
         await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)  # requests of clients to this host fail meanwhile
         cluster.start_controller(host, old_store)
         await asyncio.sleep(cluster.failover_bounds.total_s + duration_s)
         cluster.crash(host)
         cluster.outdated_controller_hosts.discard(host)
+        cluster.hosts_kept_down.discard(host)
         cluster.restart(host)
         await asyncio.sleep(cluster.failover_bounds.total_s)
 
