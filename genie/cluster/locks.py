@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from genie.cluster import init
-from genie.cluster.lock_lease import LockLease, make_timeout_error
-from genie.cluster.session_locks import SessionLocks
+from genie.cluster.locking.lock_lease import LockLease, make_timeout_error
+from genie.cluster.locking.session_locks import SessionLocks
 from genie.errors import DeadlineError, LockLostError, NotInitializedError, UsageError
 from genie.model.lock import LOCK_TTL_S_DEFAULT, check_lock_ttl_s, validate_lock_name
 

@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 
-from genie.cluster.lock_lease import LockLease, LockRequestSender
+from genie.cluster.locking.lock_lease import LockLease, LockRequestSender
 from genie.errors import GenieError, LockLostError
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.lock_messages import ListLocks, LockView

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from genie.agent.jobs import NodeJobs
-from genie.cluster.lock_lease import LockLease
+from genie.cluster.locking.lock_lease import LockLease
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs.changes import JobChange
