@@ -202,10 +202,9 @@ class Lock:
         return self._lease
 
     def _get_lease_to_release(self) -> LockLease:
-        lease = self._lease
-        if lease is None or not lease.fencing_token or not (lease.is_held or lease.is_lost):
-            raise UsageError(f"lock {self.name!r} is not held", hint="acquire it first")
-        return lease
+        self.check_held()
+        assert self._lease is not None
+        return self._lease
 
     def _timeout_error(self, timeout_s: float | None) -> DeadlineError:
         assert self._lease is not None

@@ -178,6 +178,12 @@ async def test_the_end_of_the_session_releases_its_locks(controller: LockingCont
         await lock.acquire()
 
 
+def test_a_block_that_outlives_the_session_has_lost_its_lock(controller: LockingController) -> None:
+    genie.connect()
+    with pytest.raises(LockLostError, match="the session has ended"), genie.lock("l"):
+        genie.disconnect()
+
+
 async def test_a_waiting_acquisition_ends_with_the_session(controller: LockingController) -> None:
     await genie.init()
     await asyncio.to_thread(controller.hold_as_another_client, "l")
