@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from genie.cli import output
 from genie.cluster.client import open_client
+from genie.config import environment_for_command
 from genie.model.lock import HOLDER_LEASE_SHARE
 from genie.processes.tasks import unwrapped_task_group
 
 if TYPE_CHECKING:
-    from genie.cluster.lock_lease import LockLease
+    from genie.cluster.locking.lock_lease import LockLease
     from genie.config import Settings
 
 TOKEN_ENV_VARIABLE = "GENIE_LOCK_TOKEN"
@@ -40,7 +41,7 @@ class LockedCommand:
 
     async def run_and_get_exit_code(self, settings: Settings) -> int:
         """Raises DeadlineError if the lock was not acquired in time, LockLostError if it was lost."""
-        from genie.cluster.lock_lease import make_timeout_error
+        from genie.cluster.locking.lock_lease import make_timeout_error
 
         async with open_client(settings) as client:
             holder = f"{socket.gethostname()} (process {os.getpid()})"
@@ -75,7 +76,7 @@ class LockedCommand:
         """Return the exit code of the command, which is ended when the lease ends."""
         process = await asyncio.create_subprocess_exec(
             *self._argv,
-            env={**os.environ, TOKEN_ENV_VARIABLE: str(lease.fencing_token)},
+            env=environment_for_command({TOKEN_ENV_VARIABLE: str(lease.fencing_token)}),
             process_group=0,
         )
         with _foreground_process_group(process.pid), _forwarded_signals(process.pid):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from genie.cluster.lock_lease import LeaseClock, LockLease
+from genie.cluster.locking.lock_lease import LeaseClock, LockLease
 from genie.config import Settings, WorkdirConfig
 from genie.errors import DeadlineError, OverloadedError, UnreachableError, WorkdirError
 from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Workdir

@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from genie.cluster import init
-from genie.cluster.lock_lease import LockLease, make_timeout_error
-from genie.cluster.session_locks import SessionLocks
+from genie.cluster.locking.lock_lease import LockLease, make_timeout_error
+from genie.cluster.locking.session_locks import SessionLocks
 from genie.errors import DeadlineError, LockLostError, NotInitializedError, UsageError
 from genie.model.lock import LOCK_TTL_S_DEFAULT, check_lock_ttl_s, validate_lock_name
 
@@ -202,10 +202,9 @@ class Lock:
         return self._lease
 
     def _get_lease_to_release(self) -> LockLease:
-        lease = self._lease
-        if lease is None or not lease.fencing_token or not (lease.is_held or lease.is_lost):
-            raise UsageError(f"lock {self.name!r} is not held", hint="acquire it first")
-        return lease
+        self.check_held()
+        assert self._lease is not None
+        return self._lease
 
     def _timeout_error(self, timeout_s: float | None) -> DeadlineError:
         assert self._lease is not None

@@ -19,8 +19,8 @@ from genie.model.node import NodeInfo
 if TYPE_CHECKING:
     from genie.cluster.devices import DeviceBroker
     from genie.cluster.health import HealthChecker, HealthReport
+    from genie.cluster.locking.session_locks import SessionLocks
     from genie.cluster.monitoring import ResourceMonitor
-    from genie.cluster.session_locks import SessionLocks
     from genie.runtime.controller_connection import ControllerConnection
     from genie.runtime.network_discovery import DiscoveryResult, Selection
 

@@ -11,6 +11,7 @@ from genie.config.loading import Setting as Setting
 from genie.config.loading import cache_home as cache_home
 from genie.config.loading import cluster_settings_from_arguments as cluster_settings_from_arguments
 from genie.config.loading import cxx_command as cxx_command
+from genie.config.loading import environment_for_command as environment_for_command
 from genie.config.loading import environment_for_jobs as environment_for_jobs
 from genie.config.loading import environment_variables as environment_variables
 from genie.config.loading import list_settings as list_settings

@@ -39,6 +39,7 @@ OTHER_ENVIRONMENT_VARIABLES = {
     "GENIE_JOB_WORKERS": "Set for a running job: number of its workers.",
     "GENIE_JOB_HOSTS": "Set for a running job: node addresses of its workers, by rank, separated by commas.",
     "GENIE_JOB_DIR": "Set for a running job: its directory on the node, which contains the log.",
+    "GENIE_LOCK_TOKEN": "Set for the command of 'genie lock run': the fencing token of the lock.",
 }
 
 # Variables that a job inherits from its agent. A job must not see the others, which may contain tokens.
@@ -121,6 +122,11 @@ def environment_for_jobs(environ: Mapping[str, str] | None = None) -> dict[str, 
     """The variables of this process that a job inherits."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in VARIABLES_INHERITED_BY_JOBS if name in environ}
+
+
+def environment_for_command(added: Mapping[str, str]) -> dict[str, str]:
+    """All variables of this process, with `added`, for a command that it runs for its user."""
+    return {**os.environ, **added}
 
 
 def cxx_command(environ: Mapping[str, str] | None = None) -> str | None:

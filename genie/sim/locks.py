@@ -1,7 +1,7 @@
 """Simulated clients that use locks, and the invariants of locks.
 
-The clients run the real lease (genie/cluster/lock_lease.py) on hosts with clocks and faults of their own:
-pauses, cut links, and clocks that are up to 10% slow or fast. The controllers are those of the cluster.
+The clients run the real lease (genie/cluster/locking/) on hosts with clocks and faults of their own: pauses,
+cut links, and clocks that are up to 10% slow or fast. The controllers are those of the cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from genie.cluster.lock_lease import LockLease
+from genie.cluster.locking.lock_lease import LockLease
 from genie.controller.store import Delete, Put
 from genie.errors import DeadlineError, GenieError, LockLostError, NotLeaderError
 from genie.model.lock import LockRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -177,6 +178,12 @@ async def test_the_end_of_the_session_releases_its_locks(controller: LockingCont
         await lock.acquire()
 
 
+def test_a_block_that_outlives_the_session_has_lost_its_lock(controller: LockingController) -> None:
+    genie.connect()
+    with pytest.raises(LockLostError, match="the session has ended"), genie.lock("l"):
+        genie.disconnect()
+
+
 async def test_a_waiting_acquisition_ends_with_the_session(controller: LockingController) -> None:
     await genie.init()
     await asyncio.to_thread(controller.hold_as_another_client, "l")
@@ -257,6 +264,55 @@ def test_a_forked_child_does_not_hold_the_lock(controller: LockingController) ->
         os.close(read_end)
         os.close(write_end)
         assert lock.is_held
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def start_locked_command(ttl_s: float, script: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "genie",
+        "lock",
+        "run",
+        "l",
+        "--ttl",
+        f"{ttl_s}s",
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def test_commands_under_a_lock_run_one_after_the_other(controller: LockingController, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"echo begin $GENIE_LOCK_TOKEN >> {log}; sleep 0.1; echo end $GENIE_LOCK_TOKEN >> {log}"
+    running = [start_locked_command(15.0, script) for _ in range(3)]
+    assert [process.communicate(timeout=60)[1].count("Error") for process in running] == [0, 0, 0]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [word for word, _ in lines] == ["begin", "end"] * 3
+    tokens = [int(token) for _, token in lines]
+    assert tokens == sorted(tokens)
+    assert len(set(tokens)) == 3
+
+
+def test_a_command_is_ended_after_its_holder_was_paused_for_too_long(
+    controller: LockingController, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    process = start_locked_command(1.0, f"touch {started}; exec sleep 60")
+    wait_until(started.exists)
+    os.kill(process.pid, signal.SIGSTOP)
+    token = wait_until(lambda: controller.hold_as_another_client("l"), what="the lease has expired")
+    os.kill(process.pid, signal.SIGCONT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "lost lock 'l' (fencing token" in messages
+    assert token > int(messages.partition("fencing token ")[2].partition(")")[0])
 
 
 # --- the example ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ PUBLIC = {
     "connect",
     "disconnect",
     "session",
+    "lock",
     "ClusterConfig",
     "ClusterState",
     "NodeInfo",

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import Awaitable, Callable
 
-from genie.cluster.lock_lease import LockLease, LockRequestSender
+from genie.cluster.locking.lock_lease import LockLease, LockRequestSender
 from genie.errors import GenieError, LockLostError
 from genie.model.job import JobSpec, JobState, Resources
 from genie.model.lock_messages import ListLocks, LockView
@@ -37,6 +38,7 @@ class LockClient:
         seed: int,
     ) -> None:
         self.steps = 0
+        self.is_holding = False
         self._name = name
         self._sender = sender
         self._recorder = recorder
@@ -52,9 +54,17 @@ class LockClient:
             if self._random.random() < 0.2:
                 await self._read(lock)
             else:
-                await self._acquire_and_end(lock)
+                timeout_s = self._random.choice((0.0, 1.0, 30.0))
+                await self._acquire_and_end(lock, timeout_s=timeout_s, use=self._use_for_a_moment)
             self.steps += 1
             await asyncio.sleep(self._random.uniform(0.0, _PAUSE_S_MAX))
+
+    async def hold_until(self, lock: str, releasing: asyncio.Event) -> None:
+        """Acquire a lock and hold it until `releasing` is set."""
+        await self._acquire_and_end(lock, timeout_s=30.0, use=releasing.wait)
+
+    async def _use_for_a_moment(self) -> None:
+        await asyncio.sleep(self._random.uniform(0.0, _PAUSE_S_MAX))
 
     async def _read(self, lock: str) -> None:
         def find_holder(locks: tuple[LockView, ...]) -> tuple[str, int] | None:
@@ -68,12 +78,14 @@ class LockClient:
             outcome_unknown=(GenieError,),
         )
 
-    async def _acquire_and_end(self, lock: str) -> None:
+    async def _acquire_and_end(
+        self, lock: str, *, timeout_s: float, use: Callable[[], Awaitable[object]]
+    ) -> None:
         """One acquisition, under a name of its own, so that each has its own `Expire`."""
         holder = f"{self._name}.{next(self._holder_numbers)}"
         # The clock of the history.
         lease = LockLease(lock, ttl_s=self._ttl_s, holder=holder, sender=self._sender, clock=SystemClock())
-        timeout_s, called_s = self._random.choice((0.0, 1.0, 30.0)), time.monotonic()
+        called_s = time.monotonic()
         is_acquired = await self._recorder.record(
             self._name,
             Acquire(lock, holder),
@@ -88,12 +100,16 @@ class LockClient:
         if is_acquired is None:
             self._recorder.record_pending(self._name, Expire(lock, holder))
         elif is_acquired:
-            await self._hold_and_end(lease, holder)
+            self.is_holding = True
+            await self._hold_and_end(lease, holder, use)
+            self.is_holding = False
 
-    async def _hold_and_end(self, lease: LockLease, holder: str) -> None:
+    async def _hold_and_end(
+        self, lease: LockLease, holder: str, use: Callable[[], Awaitable[object]]
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             keeping = group.create_task(lease.keep_until_ended())
-            await asyncio.sleep(self._random.uniform(0.0, _PAUSE_S_MAX))
+            await use()
             is_abandoned = self._random.random() < self._abandoned_share
             if is_abandoned:
                 keeping.cancel()

@@ -34,6 +34,9 @@ STEPS = 30
 """Rounds of each client in each phase of a test."""
 TTL_S = 1.0
 """The shortest lease, so that abandoned locks expire during the test."""
+LONG_TTL_S = 60.0
+"""Its holder need not renew the lease while the leader changes."""
+REPOSITORY = Path(__file__).parents[2]
 
 
 class Clients:
@@ -76,6 +79,22 @@ class Clients:
         """Wait until each client has done `count` more rounds."""
         targets = [(client, client.steps + count) for client in self._clients]
         await until(lambda: all(client.steps >= target for client, target in targets), timeout_s=60)
+
+    async def wait_for_steps_of_all_together(self, count: int) -> None:
+        target = sum(client.steps for client in self._clients) + count
+        await until(lambda: sum(client.steps for client in self._clients) >= target, timeout_s=60)
+
+    def make_holder(self, sender: ControllerConnection, *, ttl_s: float) -> LockClient:
+        """Another client of the same history."""
+        return LockClient(
+            "holder",
+            sender,
+            self.lock_history,
+            locks=LOCK_NAMES,
+            ttl_s=ttl_s,
+            abandoned_share=0.0,
+            seed=LOCK_CLIENTS,
+        )
 
     def find_counterexample(self) -> Counterexample | None:
         return check_linearizable(LOCKS, self.lock_history.operations) or check_linearizable(
@@ -160,13 +179,7 @@ async def is_standby_announced(settings: Settings) -> bool:
         return len(connection.announced_servers) == 2
 
 
-@pytest.mark.parametrize(
-    ("ttl_s", "abandoned_share"), [(TTL_S, 0.1), (30.0, 0.0)], ids=["leases end", "leases last"]
-)
-async def test_histories_of_a_killed_leader_are_linearizable(
-    etcd: EtcdServer, tmp_path: Path, ttl_s: float, abandoned_share: float
-) -> None:
-    """With long leases, locks are held across the change of leaders; with short ones they expire."""
+async def test_histories_of_a_killed_leader_are_linearizable(etcd: EtcdServer, tmp_path: Path) -> None:
     cluster = ClusterProcesses(tmp_path, store=etcd.url)
     try:
         await cluster.start_controller()
@@ -175,7 +188,7 @@ async def test_histories_of_a_killed_leader_are_linearizable(
             settings = cluster.settings()
             await until(lambda: is_standby_announced(settings), what="the leader knows the standby")
             connections = await open_connections(settings, stack)
-            clients = Clients(connections, ttl_s=ttl_s, abandoned_share=abandoned_share)
+            clients = Clients(connections)
             async with clients.running():
                 await clients.wait_for_steps(STEPS // 2)
                 await cluster.controller.kill()
@@ -185,3 +198,51 @@ async def test_histories_of_a_killed_leader_are_linearizable(
         await cluster.stop()
     found = clients.find_counterexample()
     assert found is None, found.describe()
+
+
+async def record_lock_held_across_a_leader_change(
+    etcd: EtcdServer, folder: Path, *, controller_module: str
+) -> Clients:
+    """Kill the leader while a client holds a lock that others wait for; return the clients."""
+    cluster = ClusterProcesses(folder, store=etcd.url, controller_module=controller_module)
+    releasing = asyncio.Event()
+    try:
+        await cluster.start_controller()
+        await cluster.start_standby()
+        settings = cluster.settings()
+        async with AsyncExitStack() as stack:
+            await until(lambda: is_standby_announced(settings), what="the leader knows the standby")
+            connections = await open_connections(settings, stack)
+            clients = Clients(connections, ttl_s=LONG_TTL_S, abandoned_share=0.0)
+            holder = clients.make_holder(connections[-1], ttl_s=LONG_TTL_S)
+            async with clients.running(), asyncio.TaskGroup() as group:
+                group.create_task(holder.hold_until(LOCK_NAMES[0], releasing))
+                await until(lambda: holder.is_holding)
+                await cluster.controller.kill()
+                await clients.wait_for_steps_of_all_together(STEPS)
+                releasing.set()
+                await clients.wait_for_steps(2)
+    finally:
+        await cluster.stop()
+    return clients
+
+
+async def test_a_lock_is_held_across_a_leader_change(etcd: EtcdServer, tmp_path: Path) -> None:
+    clients = await record_lock_held_across_a_leader_change(
+        etcd, tmp_path, controller_module="genie.controller"
+    )
+    found = clients.find_counterexample()
+    assert found is None, found.describe()
+
+
+@pytest.mark.long("kills the leader of a second cluster")
+async def test_early_expiry_after_a_leader_change_is_found(
+    etcd: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    clients = await record_lock_held_across_a_leader_change(
+        etcd, tmp_path, controller_module="tests.linearizability.early_expiry_controller"
+    )
+    found = clients.find_counterexample()
+    assert found is not None
+    assert found.partition == LOCK_NAMES[0]

@@ -24,7 +24,7 @@ import pytest
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
-from genie.cluster.lock_lease import LockLease
+from genie.cluster.locking.lock_lease import LockLease
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs import lifecycle

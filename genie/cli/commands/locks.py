@@ -16,8 +16,6 @@ from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_duration, parse_duration
 from genie.errors import UsageError
 from genie.model.limits import check_command
-from genie.model.lock import LOCK_TTL_S_MAX, check_lock_ttl_s, validate_lock_name
-from genie.model.tenant import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -83,6 +81,7 @@ def run_locked_command(
     The command gets the fencing token as GENIE_LOCK_TOKEN. It is ended if the lock is lost.
     """
     from genie.cli.locked_command import LockedCommand
+    from genie.model.lock import LOCK_TTL_S_MAX, check_lock_ttl_s, validate_lock_name
 
     if not argv:
         raise UsageError("no command given", hint="put it after --, as in: genie lock run NAME -- ./save.sh")
@@ -105,19 +104,24 @@ def release_lock(
     force: Annotated[
         bool, typer.Option("--force", help="Confirm that the lock is taken from its holder.")
     ] = False,
-    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Tenant of the lock.")] = DEFAULT_TENANT,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Tenant of the lock (default: default).")
+    ] = None,
 ) -> None:
     """Release a lock that another client holds. Only the owner can do this.
 
     The holder is informed when it renews its lease, and may use the lock until then.
     """
+    from genie.model.lock import validate_lock_name
+    from genie.model.tenant import DEFAULT_TENANT
+
     validate_lock_name(name)
     if not force:
         raise UsageError(
             f"lock {name!r} is not released without --force: its holder may still use it",
             hint=f"end the holder, which 'genie lock list' shows; then: genie lock release {name} --force",
         )
-    broken = asyncio.run(_break_lock(invocation.load_settings(), tenant, name))
+    broken = asyncio.run(_break_lock(invocation.load_settings(), tenant or DEFAULT_TENANT, name))
     holder = f"; it was held by {broken.holder} with token {broken.fencing_token}" if broken.holder else ""
     output.write_line(output.to_one_line(f"{name}: released{holder}"))
 

@@ -22,9 +22,9 @@ from genie.cluster.devices import DeviceBroker, list_accelerators, registered_to
 from genie.cluster.events import EventBus
 from genie.cluster.health import HealthChecker, NetworkReading, create_health_checker
 from genie.cluster.lifecycle.heartbeats import HeartbeatSender
+from genie.cluster.locking.session_locks import SessionLocks, SubmitToLoop
 from genie.cluster.monitoring import create_resource_monitor
 from genie.cluster.node_info import create_local_node, new_session_id
-from genie.cluster.session_locks import SessionLocks, SubmitToLoop
 from genie.cluster.state import ClusterState
 from genie.config import ClusterConfig, Settings
 from genie.errors import ConfigError, DeadlineError, GenieError, UnreachableError

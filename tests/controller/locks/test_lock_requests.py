@@ -13,6 +13,7 @@ import pytest
 
 from genie.controller.ledger import ClusterRecord
 from genie.controller.locks import lock_table, waiters
+from genie.controller.locks.lock_table import LockTable
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import (
@@ -168,13 +169,41 @@ async def test_renewals_extend_the_lease(clock: FakeClock, client: Client) -> No
     assert waited_s == TTL_S
 
 
-async def test_an_expired_lease_cannot_be_renewed_even_if_nobody_waits(
-    clock: FakeClock, client: Client
-) -> None:
+async def test_a_repeated_acquisition_extends_the_lease(clock: FakeClock, client: Client) -> None:
+    """The client counts its lease from its last request."""
     one = new_acquisition_id()
     grant = await acquire(client, one)
+    for _ in range(3):
+        await clock.advance(0.6 * TTL_S)
+        assert await acquire(client, one) == grant
+
+
+@pytest.fixture
+def expired_records_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The periodic step that deletes the records of expired locks is late."""
+
+    async def do_nothing(self: LockTable) -> None:
+        pass
+
+    monkeypatch.setattr(LockTable, "end_expired_leases", do_nothing)
+
+
+@pytest.mark.usefixtures("expired_records_remain")
+async def test_the_end_of_a_lease_is_final_although_its_record_remains(
+    clock: FakeClock, client: Client, controller: RunningController
+) -> None:
+    one = new_acquisition_id()
+    first = await acquire(client, one)
     await clock.advance(TTL_S)
-    assert "expired" in await renew(client, one, grant.fencing_token)
+    assert "expired" in await renew(client, one, first.fencing_token)
+    assert (await client.ask(ListLocks())).locks == ()
+    assert (await controller.store.range("lock/")).items
+    second = await acquire(client, one)
+    assert second.fencing_token > first.fencing_token, "the same acquisition gets another grant"
+    await clock.advance(TTL_S)
+    assert not await release(client, one)
+    third = await acquire(client, new_acquisition_id())
+    assert third.fencing_token > second.fencing_token
 
 
 async def test_the_record_of_an_expired_lock_is_deleted(

@@ -1,6 +1,6 @@
 """The locks of one session: acquisitions and renewals on the event loop of its thread.
 
-The public API is in genie/cluster/locks.py, the protocol in genie/cluster/lock_lease.py.
+The public API is in genie/cluster/locks.py, the protocol in genie/cluster/locking/lock_lease.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from genie.cluster.lock_lease import LeaseClock, LockLease, LockRequestSender
+from genie.cluster.locking.lock_lease import LeaseClock, LockLease, LockRequestSender
 from genie.errors import LockLostError
 
 _log = logging.getLogger(__name__)

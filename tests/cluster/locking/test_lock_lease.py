@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from genie.cluster.lock_lease import LockLease, make_timeout_error
+from genie.cluster.locking.lock_lease import LockLease, make_timeout_error
 from genie.errors import DeadlineError, LockLimitError, LockLostError, NotLeaderError
 from genie.model.lock import HOLDER_LEASE_SHARE
 from genie.model.lock_messages import (
