@@ -50,6 +50,9 @@ _CONNECT_TIMEOUT_PER_SERVER_S_MAX = 3.0
 _LEADER_SEARCH_INTERVAL_S = 1.0
 """How often each server is asked whether it leads, at most."""
 
+_LEADER_QUERY_TIMEOUT_S = 1.5
+"""How long one server is asked whether it leads. Standbys name a leader that has stopped until its lease
+ends: waiting for it must not delay the question to the next server."""
 _REPLY_OVERDUE_AFTER_S = 3.0
 """How long a reply may be overdue before another server is asked whether it leads."""
 
@@ -157,7 +160,7 @@ class ControllerConnection(ControlDataIntegration):
         try:
             since_s = loop.time() - _LEADER_SEARCH_INTERVAL_S
             for server in self._servers.list_leader_candidates(leader, failed_before_s=since_s):
-                wait_s = min(deadline - loop.time(), _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
+                wait_s = min(deadline - loop.time(), _LEADER_QUERY_TIMEOUT_S)
                 if wait_s <= 0 or peer is not self._peer:
                     break
                 if await self._try_fetch_is_leading(server, timeout_s=wait_s):
