@@ -57,6 +57,9 @@ _LEADER_SEARCH_INTERVAL_S = 2.0
 _NAMED_LEADER_SEARCH_INTERVAL_S = 0.5
 """The same for the one that another server names as the leader."""
 
+_LEADER_QUERY_TIMEOUT_S = 1.5
+"""How long one server is asked whether it leads. Standbys name a leader that has stopped until its lease
+ends: waiting for it must not delay the question to the next server."""
 _REPLY_OVERDUE_AFTER_S = 3.0
 """How long a reply may be overdue before another server is asked whether it leads."""
 
@@ -182,7 +185,7 @@ class ControllerConnection(ControlDataIntegration):
                 named_failed_before_s=now_s - _NAMED_LEADER_SEARCH_INTERVAL_S * jitter,
             )
             for server in candidates:
-                wait_s = min(deadline - loop.time(), _CONNECT_TIMEOUT_PER_SERVER_S_MAX)
+                wait_s = min(deadline - loop.time(), _LEADER_QUERY_TIMEOUT_S)
                 if wait_s <= 0 or peer is not self._peer:
                     break
                 if await self._try_fetch_is_leading(server, timeout_s=wait_s):

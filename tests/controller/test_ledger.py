@@ -516,6 +516,24 @@ async def test_failed_commit_fails_all_its_writes(is_certain: bool) -> None:
         assert (await submit_step(1)(one)).sequence == 2
 
 
+async def test_commit_without_a_reply_ends_within_the_lease_of_the_leader() -> None:
+    """etcd never answers a commit that a member has forwarded to a leader which is then lost."""
+    async with open_ledger() as one:
+        commit, timeouts_s = one.store.commit, []
+
+        async def record_timeout(
+            compares: Sequence[Compare], operations: Sequence[Put | Delete], *, timeout_s: float
+        ) -> TxnResult:
+            timeouts_s.append(timeout_s)
+            return await commit(compares, operations, timeout_s=timeout_s)
+
+        one.store.commit = record_timeout  # type: ignore[method-assign,assignment]
+        await submit_step(0)(one)
+        one.store.commit = commit  # type: ignore[method-assign]
+        assert len(timeouts_s) == 1
+        assert timeouts_s[0] <= ControllerConfig().leader_ttl_s
+
+
 async def test_cancelled_caller_does_not_affect_other_writes() -> None:
     async with open_ledger() as one:
         async with asyncio.TaskGroup() as group:

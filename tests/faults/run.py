@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem := find_missing_requirement():
         print(f"error: cannot run faults: {problem}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # removes the directory
     results = [_run_round_in_sandbox(given, number) for number in range(given.rounds)]
     rows = make_summary_rows([fault for result in results for fault in result.faults])
     if not given.json:

@@ -121,6 +121,19 @@ async def test_standby_is_kept_while_its_leader_cannot_be_reached(
         assert await fetch_node_id(connection) == "n1"
 
 
+async def test_named_leader_that_does_not_respond_leaves_time_for_the_others(
+    one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the leader is stopped: standbys name it until its lease ends."""
+    monkeypatch.setattr(controller_connection, "_LEADER_QUERY_TIMEOUT_S", 0.1)
+    async with FakeController().listening() as stopped:
+        stopped.silent = True
+        one.leading, one.more_controllers = False, (two.address,)
+        one.refusals[ListNodes] = NotLeaderError.naming_leader("it does not lead", leader=stopped.address)
+        async with connected(one.port) as connection:
+            assert await fetch_node_id(connection, timeout_s=2.5) == "n2"
+
+
 async def test_idempotent_call_moves_from_a_controller_without_a_store_to_the_leader(
     one: FakeController, two: FakeController
 ) -> None:
