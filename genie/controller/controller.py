@@ -33,6 +33,7 @@ from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_clu
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.faults import NodeFaults
+from genie.controller.nodes.gossip import ServerGossip
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.servers import ServerAdmission
@@ -73,6 +74,7 @@ from genie.runtime.connection_limits import (
     open_file_limit_for,
 )
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
 
@@ -91,7 +93,8 @@ class Controller:
     `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
-    `etcd_endpoints` returns the members of an etcd cluster that Genie manages.
+    `etcd_endpoints` returns the members of an etcd cluster that Genie manages. `gossip_port` is that of all
+    servers.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class Controller:
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
         etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
+        gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
+        gossip_port: int = 0,
     ) -> None:
         self._get_etcd_endpoints = etcd_endpoints
         self._config = config
@@ -147,6 +152,7 @@ class Controller:
         self._orders = AgentOrders()
         self._build_scheduling_services()
         self._build_node_services()
+        self._gossip = self._build_gossip(gossip, server_port=gossip_port)
         self._request_service = self._build_request_service(self._build_request_handlers(offload))
 
     def _build_scheduling_services(self) -> None:
@@ -301,6 +307,7 @@ class Controller:
             QueueRequests(jobs.catalog, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             self._backup_requests.handlers(),
+            self._gossip.handlers(),
         ]
 
     def _build_server_admission(self) -> ServerAdmission:
@@ -310,6 +317,22 @@ class Controller:
             self._certificates,
             clock=self._clock,
             etcd_endpoints=self._get_etcd_endpoints,
+        )
+
+    def _build_gossip(self, support: GossipSupport, *, server_port: int) -> ServerGossip:
+        return ServerGossip(
+            support,
+            name=self._name,
+            store=self._store,
+            ledger=self._ledger,
+            certificates=self._certificates,
+            membership=self._membership,
+            clock=self._clock,
+            offload=self._offload,
+            directory=self._controller_dir,
+            server_port=server_port,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
         )
 
     def _open_blob_storage(self) -> BlobStorage:
@@ -409,6 +432,7 @@ class Controller:
                 group.create_task(self._orders.run(), name="orders")
                 await listening.wait()
                 group.create_task(self._campaign_and_lead_forever(), name="lead")
+                group.create_task(self._gossip.run(), name="gossip")
         except* GenieError as errors:
             raise first_error(errors) from None
         finally:
@@ -641,6 +665,7 @@ class Controller:
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
                 "closing abandoned backups": self._backup_requests.close_if_idle,
+                "changing the key of gossip": self._gossip.change_key_if_due,
                 "returning memory": self._return_freed_memory_to_system,
             }
         )

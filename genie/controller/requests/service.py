@@ -37,11 +37,13 @@ from genie.model.messages import (
     Certificate,
     Done,
     FetchTrust,
+    GetGossipSettings,
     GetStatus,
     Heartbeat,
     Hello,
     Join,
     Joined,
+    ListMembers,
     Message,
     RecoverCertificate,
     RenewCertificate,
@@ -64,7 +66,7 @@ HELLO_TIMEOUT_S = 10.0
 STORE_RETRY_AFTER_S = 5.0
 """Retry time that clients get while the store is unavailable."""
 _READY_TIMEOUT_S = 1.0
-_ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
+_ALLOWED_WHILE_LOADING = (Heartbeat, GetGossipSettings, GetStatus, ListMembers, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
 _REQUESTS_BEFORE_HELLO_MAX = 16
 
