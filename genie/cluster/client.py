@@ -38,9 +38,11 @@ from genie.model.messages import (
     GetQueue,
     GetStatus,
     ListJobs,
+    ListMembers,
     ListQuotas,
     ListTokens,
     LogChunk,
+    MembersReply,
     NodeView,
     OpenBackup,
     PutBlob,
@@ -280,6 +282,10 @@ class ClusterClient:
     async def drain_node(self, node_id: str, *, reason: str = "") -> None:
         """Stops placing jobs on the node; running jobs continue."""
         await self._connection.call(DrainNode(node_id=node_id, reason=reason), timeout_s=CALL_TIMEOUT_S)
+
+    async def members(self) -> MembersReply:
+        """Servers and nodes as gossip reports them to the server in use, which need not lead."""
+        return await self._connection.call(ListMembers(), timeout_s=CALL_TIMEOUT_S)
 
     async def undrain_node(self, node_id: str) -> None:
         await self._connection.call(UndrainNode(node_id=node_id), timeout_s=CALL_TIMEOUT_S)

@@ -73,7 +73,7 @@ class SimGossip:
         self._listeners: list[Callable[[], None]] = []
         self._keys: list[bytes] = []
         self._group: list[SimGossip] = [self]
-        self._is_running = False
+        self.is_running = False
         self.address = ""
 
     @property
@@ -88,13 +88,13 @@ class SimGossip:
         if not keys and not is_loopback(self._host):
             raise ConfigError(f"gossip on {self._host} requires a key")
         self.address = self._medium.add_member(self, host=self._host, port=self._port)
-        self._keys, self._is_running = list(keys), True
+        self._keys, self.is_running = list(keys), True
         self.receive_report(self.describe_as(MemberState.ALIVE))
 
     async def stop(self, *, leave: bool) -> None:
-        if not self._is_running:
+        if not self.is_running:
             return
-        self._is_running = False
+        self.is_running = False
         self._medium.remove_member(self.address)
         others = [member for member in self._group if member is not self]
         for member in others:

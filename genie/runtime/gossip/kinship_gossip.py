@@ -81,11 +81,16 @@ class KinshipGossip:
         self._event_thread: threading.Thread | None = None
         self._is_stopping = threading.Event()
         self._is_refresh_pending = False
+        self._has_failed = False
         self._conflicting_names: set[str] = set()
 
     @property
     def address(self) -> str:
         return "" if self._cluster is None else self._cluster.local.addr
+
+    @property
+    def is_running(self) -> bool:
+        return self._cluster is not None and not self._has_failed
 
     def members(self) -> tuple[Member, ...]:
         return self._table.sorted_members()
@@ -131,11 +136,10 @@ class KinshipGossip:
     async def join(self, seeds: Sequence[str]) -> int:
         from kinship import JoinError
 
+        cluster = self._require_cluster()
         try:
-            return await self._call(
-                partial(self._require_cluster().join, list(seeds), timeout=_CALL_TIMEOUT_S)
-            )
-        except (JoinError, TimeoutError):
+            return await self._call(partial(cluster.join, list(seeds), timeout=_CALL_TIMEOUT_S))
+        except (JoinError, GossipError):
             return 0
 
     async def use_keys(self, keys: Sequence[bytes]) -> None:
@@ -150,7 +154,7 @@ class KinshipGossip:
                 if key not in wanted:
                     keyring.remove(key, timeout=_CALL_TIMEOUT_S)
 
-        if wanted != self._keys:
+        if wanted and wanted != self._keys:
             await self._call(replace_keys)
             self._keys = wanted
 
@@ -164,8 +168,8 @@ class KinshipGossip:
             return await asyncio.get_running_loop().run_in_executor(self._calls, work)
         except JoinError:
             raise
-        except KinshipError as error:
-            raise GossipError(f"gossip failed: {error}") from error
+        except (KinshipError, TimeoutError) as error:
+            raise GossipError(f"gossip failed: {error!r}") from error
 
     def _require_cluster(self) -> kinship.blocking.Cluster:
         if self._cluster is None:
@@ -218,6 +222,7 @@ class KinshipGossip:
                     self._is_refresh_pending = True
                     loop.call_soon_threadsafe(self._refresh_members)
         except kinship.KinshipClosed as error:
+            self._has_failed = True
             _log.warning("gossip has stopped: %s", error)
         except RuntimeError:
             if not loop.is_closed():

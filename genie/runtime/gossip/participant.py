@@ -127,6 +127,8 @@ class GossipParticipant:
         settings = self._settings
         if settings is None:
             return
+        if self._gossip is not None and not self._gossip.is_running:
+            await self._stop_gossip()
         if not settings.is_enabled:
             self.off_reason = "it is disabled in this cluster (gossip.enabled of the servers)"
             await self._stop_gossip()

@@ -48,6 +48,11 @@ class Gossip(Protocol):
         """HOST:PORT of this member, once it is started."""
         ...
 
+    @property
+    def is_running(self) -> bool:
+        """False before the start, and after the end or an internal failure."""
+        ...
+
     async def start(self, keys: Sequence[bytes]) -> None:
         """Opens the port; the member is alone until it joins others. The first key encrypts.
 
