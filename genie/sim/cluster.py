@@ -30,7 +30,9 @@ from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, connect_authenticated
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.sim.disk import SimDisk
+from genie.sim.gossip import GossipMedium, SimGossip
 from genie.sim.processes import DURATION_ENV_VARIABLE, GPU_MILLI_ENV_VARIABLE, SimLauncher, SimMachines
 from genie.sim.store import VALUE_BYTES_TOTAL_MAX, MemoryStore
 from genie.sim.world import SimClock, SimNetwork, World
@@ -41,6 +43,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 CONTROLLER_PORT = 5555
 CONTROLLER_CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
+SERVER_GOSSIP_PORT, NODE_GOSSIP_PORT = 5556, 5557
 CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
 _CLIENT_CALL_TIMEOUT_S = 5.0
@@ -82,7 +85,7 @@ class FaultWindow:
 class SimCluster:
     """Start it inside a TaskGroup; `stop` ends all controllers and agents. `connection_limits`: those of
     controllers on connections before authentication. `config`: of all controllers, apart from their
-    addresses."""
+    addresses. `gossip_medium`: connects their gossip; None: there is none."""
 
     seed: int
     directory: Path
@@ -93,6 +96,7 @@ class SimCluster:
     store_bytes_max: int = VALUE_BYTES_TOTAL_MAX
     connection_limits: ConnectionLimits | None = None
     config: ControllerConfig = CONTROLLER_CONFIG
+    gossip_medium: GossipMedium | None = None
     world: World = field(init=False)
     machines: SimMachines = field(init=False)
 
@@ -205,6 +209,8 @@ class SimCluster:
                 clock=SimClock(self.world, host),
                 name=host,
                 random_bytes=self.world.random.randbytes,
+                gossip=self._make_gossip_support(host, SERVER_GOSSIP_PORT),
+                gossip_port=SERVER_GOSSIP_PORT,
             )
             actor.controller = controller
             await controller.run()
@@ -233,10 +239,22 @@ class SimCluster:
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
+                gossip=self._make_gossip_support(host, NODE_GOSSIP_PORT),
             )
             await agent.run()
 
         self._actors[host] = _RunningProgram(self.group.create_task(run_actor()), launcher)
+
+    def _make_gossip_support(self, host: str, port: int) -> GossipSupport:
+        medium = self.gossip_medium
+        if medium is None:
+            return GossipSupport()
+        return GossipSupport(
+            lambda identity, _last_port: SimGossip(
+                medium, identity, host=host, port=port, clock=SimClock(self.world, host)
+            ),
+            "",
+        )
 
     def crash(self, host: str, *, power_off: bool = False) -> None:
         """Kill the actor (SIGKILL), or power off its machine with `power_off`."""
@@ -252,6 +270,8 @@ class SimCluster:
             # A killed process writes nothing; cancelling its task would write a resignation.
             self._stores[host].set_available(False)
         self.world.disconnect_host(host, silent=power_off)
+        if self.gossip_medium is not None:
+            self.gossip_medium.crash_members_of_host(host)
         actor.task.cancel()
         self._stopping.setdefault(host, []).append(actor.task)
 

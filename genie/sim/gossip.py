@@ -11,7 +11,7 @@ import msgspec
 
 from genie.errors import AddressInUseError, ConfigError
 from genie.model.member import Member, MemberState
-from genie.model.names import address_text, is_loopback
+from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.processes.clock import Clock
 from genie.runtime.gossip.member_table import MemberTable
 from genie.runtime.gossip.protocol import GossipIdentity
@@ -51,6 +51,12 @@ class GossipMedium:
 
     def remove_member(self, address: str) -> None:
         self._member_by_address.pop(address, None)
+
+    def crash_members_of_host(self, host: str) -> None:
+        """Stop the members with this host without notifying the others."""
+        for member in self.running_members():
+            if parse_endpoint(member.address)[0] == host:
+                member.crash()
 
     def report_to_all(self, report: Member) -> None:
         """Let every running member believe this report about a member, true or not."""
@@ -92,18 +98,17 @@ class SimGossip:
         self.receive_report(self.describe_as(MemberState.ALIVE))
 
     async def stop(self, *, leave: bool) -> None:
-        if not self.is_running:
-            return
-        self.is_running = False
-        self._medium.remove_member(self.address)
-        others = [member for member in self._group if member is not self]
-        for member in others:
-            member.set_group(others)
-        if leave:
-            _send_report(others, self.describe_as(MemberState.LEFT))
-            return
-        self._report_later(others, self._medium.suspect_after_s, MemberState.SUSPECT)
-        self._report_later(others, self._medium.dead_after_s, MemberState.DEAD)
+        if not leave:
+            self.crash()
+        elif self.is_running:
+            _send_report(self._leave_group(), self.describe_as(MemberState.LEFT))
+
+    def crash(self) -> None:
+        """Stop without notifying the others, which detect it later."""
+        if self.is_running:
+            others = self._leave_group()
+            self._report_later(others, self._medium.suspect_after_s, MemberState.SUSPECT)
+            self._report_later(others, self._medium.dead_after_s, MemberState.DEAD)
 
     async def join(self, seeds: Sequence[str]) -> int:
         found = [
@@ -152,6 +157,15 @@ class SimGossip:
         if self._table.update([report], now=self._clock.wall_s()):
             for listener in self._listeners:
                 listener()
+
+    def _leave_group(self) -> list[SimGossip]:
+        """Close the port and return the other members of the group."""
+        self.is_running = False
+        self._medium.remove_member(self.address)
+        others = [member for member in self._group if member is not self]
+        for member in others:
+            member.set_group(others)
+        return others
 
     def _report_later(self, others: list[SimGossip], seconds: float, state: MemberState) -> None:
         """Report the crash of this member to the others, unless it runs again by then."""

@@ -23,6 +23,7 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
+from genie.sim.gossip import GossipMedium
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -30,6 +31,7 @@ from genie.sim.invariants import (
     RequestRateChecker,
 )
 from genie.sim.world import CpuCost
+from tests.sim.lying_gossip import report_lies_periodically
 
 _Reply = TypeVar("_Reply")
 
@@ -76,6 +78,7 @@ class ScenarioKind:
     node_ttl_s: float = _SHORT_NODE_TTL_S
     fault_injection_s: float = FAULT_INJECTION_S
     job_duration_s_max: float = 10.0
+    has_lying_gossip: bool = False
 
 
 SCENARIO_KINDS = {
@@ -89,6 +92,14 @@ SCENARIO_KINDS = {
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
         fault_injection_s=60.0,
         job_duration_s_max=40.0,
+    ),
+    "gossip": ScenarioKind(
+        (*fault_injector.POWER_FAULTS, "restart_controller"),
+        controllers=3,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        fault_injection_s=40.0,
+        job_duration_s_max=30.0,
+        has_lying_gossip=True,
     ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
@@ -121,6 +132,7 @@ def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] =
 
 
 async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
+    gossip_medium = GossipMedium() if kind.has_lying_gossip else None
     async with asyncio.TaskGroup() as group:
         cluster = SimCluster(
             seed,
@@ -132,6 +144,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             store_bytes_max=_STORE_BYTES_MAX,
             connection_limits=_CONNECTION_LIMITS,
             config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
+            gossip_medium=gossip_medium,
         )
         for host in cluster.controller_hosts:
             cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
@@ -164,6 +177,8 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 _check_store_space_periodically(cluster),
             )
         ]
+        if gossip_medium is not None:
+            watching.append(group.create_task(report_lies_periodically(cluster, gossip_medium)))
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
             end_s = cluster.world.now_s + _SCENARIO_S_MAX

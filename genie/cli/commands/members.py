@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_duration
-from genie.errors import GossipError, LeadershipError, StoreError, TokenMissingError, TransportError
+from genie.errors import (
+    ConfigError,
+    GossipError,
+    LeadershipError,
+    StoreError,
+    TokenMissingError,
+    TransportError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,20 +46,21 @@ def members(invocation: Invocation, *, as_json: JsonOption = False) -> None:
 
 async def _fetch_or_read_members(settings: Settings) -> tuple[MembersReply, str]:
     """Return the members, and the server or the directory that they are from. Asks any server, or else reads
-    what a process on this machine has stored."""
+    what a process on this machine has stored, unless an address was given: it may be another cluster's."""
     from genie.cluster.client import open_client
 
     try:
         async with open_client(settings) as client:
             reply, where = await client.members(), client.where
-    except (LeadershipError, StoreError, TokenMissingError, TransportError) as error:
-        stored = _find_stored_members(settings.paths.state_dir)
+    except (ConfigError, LeadershipError, StoreError, TokenMissingError, TransportError) as error:
+        is_address_given = settings.cluster.master_addr is not None
+        stored = None if is_address_given else _find_stored_members(settings.paths.state_dir)
         if stored is None:
             raise
         age = format_duration(time.time() - stored.observed_at)
         output.print_message(
-            f"no server responded ({error.message}); these are the members that {stored.observer} "
-            f"on this machine knew {age} ago"
+            f"could not ask a server: {error.message}\n"
+            f"listing the members that {stored.observer} on this machine knew {age} ago"
         )
         return stored, "this machine"
     if reply.off_reason:
