@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from genie.agent.jobs import NodeJobs
+from genie.agent.leader_connection import LeaderConnection
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs.changes import JobChange
@@ -31,11 +32,13 @@ from genie.controller.jobs.space import JobSpace
 from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.controller.nodes.agents import Agents
+from genie.controller.nodes.membership import Membership
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError
 from genie.hardware.host import DiskSpace
 from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
+from genie.model.member import MemberState
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -283,6 +286,29 @@ def _plant_full_disk_as_fault_of_the_job(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+# -- gossip -------------------------------------------------------------------------------------------
+
+
+def _plant_trust_in_controllers_of_gossip(patch: pytest.MonkeyPatch) -> None:
+    """Controllers that only gossip knows must respond before the absence of a leader extends the lease."""
+
+    def set_controllers(self: LeaderConnection, addresses: Iterable[str]) -> None:
+        self._add_controllers(tuple(addresses))
+
+    patch.setattr(LeaderConnection, "set_controllers_known_by_gossip", set_controllers)
+
+
+def _plant_reclaim_of_nodes_that_gossip_reports_dead(patch: pytest.MonkeyPatch) -> None:
+    reclaimable_in_s = Membership.reclaimable_in_s
+
+    def without_waiting(self: Membership, node_id: str, now_s: float, *, deadman_timeout_s: float) -> float:
+        if self._get_reported_state(node_id) is MemberState.DEAD:
+            return 0.0
+        return reclaimable_in_s(self, node_id, now_s, deadman_timeout_s=deadman_timeout_s)
+
+    patch.setattr(Membership, "reclaimable_in_s", without_waiting)
+
+
 DEFECTS = {
     "failing exits": Defect(
         _plant_failing_exits, "hostile", ("store_oversized_job",), (5, 15), "without a fault"
@@ -337,6 +363,12 @@ DEFECTS = {
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "controllers of gossip extend the lease": Defect(
+        _plant_trust_in_controllers_of_gossip, "gossip", ("hang_store",), (0, 4), "without a fault"
+    ),
+    "gossip frees accelerators": Defect(
+        _plant_reclaim_of_nodes_that_gossip_reports_dead, "gossip", ("hang_store",), (0,), "without a fault"
     ),
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"

@@ -22,6 +22,7 @@ _SILENT_HOST = "127.0.77.7"
 
 async def report_lies_periodically(cluster: SimCluster, medium: GossipMedium) -> None:
     """Let all members believe lies until cancelled."""
+    cluster.world.set_power(_SILENT_HOST, is_on=False)
     rng = random.Random(cluster.seed)
     lies: tuple[Callable[[random.Random, SimCluster], list[Member]], ...] = (
         _every_node_is_dead,

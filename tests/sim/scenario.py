@@ -94,7 +94,7 @@ SCENARIO_KINDS = {
         job_duration_s_max=40.0,
     ),
     "gossip": ScenarioKind(
-        (*fault_injector.POWER_FAULTS, "restart_controller"),
+        fault_injector.POWER_FAULTS,
         controllers=3,
         node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
         fault_injection_s=40.0,
