@@ -75,7 +75,8 @@ class LeaderConnection:
         self._reconnect_backoff_s_max = backoff_s_max
         self._rejection_reason_by_endpoint: dict[tuple[str, int], str] = {}
         """Why controllers that claim to lead were rejected."""
-        self._controllers_known_by_gossip: tuple[tuple[str, int], ...] = ()
+        self.controllers_known_by_gossip: tuple[tuple[str, int], ...] = ()
+        """Also tried, but unverified."""
         self._has_registered_once = False
         """From then on every error except FencedError is retried."""
 
@@ -99,7 +100,7 @@ class LeaderConnection:
         found = dict.fromkeys(map(parse_endpoint, addresses))
         has_tls = self.access.tls is not None
         usable = [endpoint for endpoint in found if has_tls or is_loopback(endpoint[0])]
-        self._controllers_known_by_gossip = tuple(usable[:CONTROLLERS_MAX])
+        self.controllers_known_by_gossip = tuple(usable[:CONTROLLERS_MAX])
 
     def replace_access(self, access: Access) -> None:
         """Uses a renewed certificate."""
@@ -190,7 +191,7 @@ class LeaderConnection:
             ]
             unannounced = [
                 group.create_task(self._try_controller(endpoint, serve, claim))
-                for endpoint in (self._controllers_known_by_gossip if with_gossip else ())
+                for endpoint in (self.controllers_known_by_gossip if with_gossip else ())
                 if endpoint not in self.endpoints
             ]
             attempts += unannounced

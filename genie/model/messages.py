@@ -208,6 +208,9 @@ class GossipSettings(Message, frozen=True, kw_only=True):
     seeds: tuple[str, ...] = ()
     """HOST:PORT of the gossip of the servers."""
 
+    def __repr__(self) -> str:
+        return f"GossipSettings({self.is_enabled}, {len(self.keys)} keys, seeds={self.seeds})"
+
 
 class GetGossipSettings(Request[GossipSettings], frozen=True, kw_only=True):
     """Answered by every server, also by one that does not lead."""
