@@ -156,15 +156,20 @@ class Agent:
             launch_context=launch_context,
             request_heartbeat=self._heartbeat_due_event.set,
         )
-        self._gossip = GossipParticipant(
-            support=gossip,
+        self._gossip = self._make_gossip_participant(gossip)
+
+    def _make_gossip_participant(self, support: GossipSupport) -> GossipParticipant:
+        node_dir = self._journal.node_dir
+        participant = GossipParticipant(
+            support=support,
             identity=lambda: GossipIdentity(name=node_dir.name, role=MemberRole.NODE, release=__version__),
             fetch_settings=lambda: self._call_leader(GetGossipSettings()),
             directory=node_dir,
-            clock=clock,
-            offload=disk.run_job_file_call,
+            clock=self._clock,
+            offload=self._disk_access.run_job_file_call,
         )
-        self._gossip.add_listener(self._use_controllers_known_by_gossip)
+        participant.add_listener(self._use_controllers_known_by_gossip)
+        return participant
 
     @property
     def node_info(self) -> NodeInfo:

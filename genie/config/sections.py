@@ -196,18 +196,16 @@ class GossipConfig:
 
     enabled: str = setting(
         "auto",
-        "Take part in gossip; auto: if the servers can be reached from other machines.",
+        "Use gossip; auto: if other machines can reach the servers.",
         allowed=("auto", "on", "off"),
     )
     server_port: int = setting(
         5556,
-        "UDP and TCP port of gossip on servers, the same on all of them; 0 selects a free port.",
+        "UDP and TCP port of gossip, the same on all servers; 0: a free port.",
         low=0,
         high=65535,
     )
-    node_port: int = setting(
-        5557, "UDP and TCP port of gossip on nodes; 0 selects a free port.", low=0, high=65535
-    )
+    node_port: int = setting(5557, "UDP and TCP port of gossip on nodes; 0: a free port.", low=0, high=65535)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,22 +132,8 @@ def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] =
 
 
 async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
-    gossip_medium = GossipMedium() if kind.has_lying_gossip else None
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(
-            seed,
-            directory,
-            group,
-            node_count=NODES,
-            gpus_per_node=GPUS,
-            controller_count=kind.controllers,
-            store_bytes_max=_STORE_BYTES_MAX,
-            connection_limits=_CONNECTION_LIMITS,
-            config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
-            gossip_medium=gossip_medium,
-        )
-        for host in cluster.controller_hosts:
-            cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
+        cluster = _make_cluster(seed, directory, group, kind)
         checker = InvariantChecker(
             cluster.world,
             cluster.machines,
@@ -177,8 +163,8 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 _check_store_space_periodically(cluster),
             )
         ]
-        if gossip_medium is not None:
-            watching.append(group.create_task(report_lies_periodically(cluster, gossip_medium)))
+        if cluster.gossip_medium is not None:
+            watching.append(group.create_task(report_lies_periodically(cluster, cluster.gossip_medium)))
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, kind))
             end_s = cluster.world.now_s + _SCENARIO_S_MAX
@@ -195,6 +181,24 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             task.cancel()
         await cluster.stop()
     return cluster.machines.violations
+
+
+def _make_cluster(seed: int, directory: Path, group: asyncio.TaskGroup, kind: ScenarioKind) -> SimCluster:
+    cluster = SimCluster(
+        seed,
+        directory,
+        group,
+        node_count=NODES,
+        gpus_per_node=GPUS,
+        controller_count=kind.controllers,
+        store_bytes_max=_STORE_BYTES_MAX,
+        connection_limits=_CONNECTION_LIMITS,
+        config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
+        gossip_medium=GossipMedium() if kind.has_lying_gossip else None,
+    )
+    for host in cluster.controller_hosts:
+        cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
+    return cluster
 
 
 async def _run_jobs(cluster: SimCluster, checker: InvariantChecker, kind: ScenarioKind) -> None:
