@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from genie.errors import AddressInUseError, GenieError, GossipError
+from genie.errors import AddressInUseError, GenieError, GossipError, ProtocolError
 from genie.model.member import Member, MemberState
 from genie.model.messages import GossipSettings, MembersReply
 from genie.model.names import parse_endpoint
@@ -31,6 +31,8 @@ SETTINGS_INTERVAL_S = 10.0
 """How often the settings are read. Key changes take several intervals (controller/nodes/gossip.py)."""
 FIRST_SETTINGS_INTERVAL_S = 1.0
 """The same until they were read once."""
+_UNKNOWN_REQUEST_INTERVAL_S = 600.0
+"""The same with a controller of an earlier release, which closes connections with many unknown requests."""
 _TICK_S = 1.0
 _START_RETRY_S = 30.0
 _JOIN_INTERVAL_S_MIN, _JOIN_INTERVAL_S_MAX = 2.0, 60.0
@@ -144,15 +146,17 @@ class GossipParticipant:
         self._next_settings_s = now_s + FIRST_SETTINGS_INTERVAL_S
         try:
             settings = await self._fetch_settings()
-        except GenieError as error:  # no leader, or one of an earlier release
+        except ProtocolError as error:
+            self._next_settings_s = now_s + _UNKNOWN_REQUEST_INTERVAL_S
+            _log.info("gossip is not possible with this controller: %s", error)
+            return
+        except GenieError as error:  # such as no leader
             _log.debug("could not read the settings of gossip: %s", error)
             return
         self._next_settings_s = now_s + SETTINGS_INTERVAL_S
-        if settings == self._settings:
-            return
-        self._settings = settings
-        if self._gossip is not None and settings.is_enabled:
+        if self._gossip is not None and settings.is_enabled and settings != self._settings:
             await self._gossip.use_keys(_decode_keys(settings))
+        self._settings = settings
         await self._store_settings()
 
     async def _store_settings(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import AddressInUseError, ConnectionLostError
+from genie.errors import AddressInUseError, ConnectionLostError, ProtocolError, StoreFullError
 from genie.model.member import Member, MemberRole, MemberState
 from genie.model.messages import GossipSettings
 from genie.processes.clock import SystemClock
@@ -42,9 +42,14 @@ class ParticipantInputs:
     clock: FakeClock = field(default_factory=FakeClock)
     created: list[SimGossip] = field(default_factory=list)
     is_port_in_use: bool = False
+    is_request_unknown: bool = False
+    fetch_count: int = 0
     last_ports: list[int] = field(default_factory=list)
 
     async def fetch_settings(self) -> GossipSettings:
+        self.fetch_count += 1
+        if self.is_request_unknown:
+            raise ProtocolError("unknown request")
         if self.settings is None:
             raise ConnectionLostError("no connection to the controller")
         return self.settings
@@ -127,6 +132,32 @@ async def test_without_settings_gossip_does_not_start(inputs: ParticipantInputs)
         inputs.settings = make_settings()
         await inputs.clock.advance(2.0)
         assert participant.address
+
+
+async def test_controller_of_an_earlier_release_gets_few_requests(inputs: ParticipantInputs) -> None:
+    inputs.is_request_unknown = True
+    async with inputs.running() as participant:
+        await inputs.clock.advance(300.0)
+        assert inputs.fetch_count == 1 and inputs.created == []
+        inputs.is_request_unknown = False
+        await inputs.clock.advance(301.0)
+        assert participant.address
+
+
+async def test_settings_that_could_not_be_stored_are_stored_later(
+    inputs: ParticipantInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path, stored: object) -> None:
+        raise StoreFullError("cannot write gossip.json: no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("genie.runtime.gossip.files.write_stored_gossip", fail)
+        async with inputs.running() as participant:
+            await inputs.clock.advance(35.0)
+            assert participant.address, "a full disk does not keep gossip from starting"
+            patch.undo()
+            await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
+            assert (inputs.directory / "gossip.json").exists()
 
 
 async def test_disabled_gossip_stops(inputs: ParticipantInputs) -> None:
