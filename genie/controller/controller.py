@@ -48,6 +48,7 @@ from genie.controller.requests.backups import BackupRequests
 from genie.controller.requests.blobs import BlobRequests
 from genie.controller.requests.jobs import JobRequests
 from genie.controller.requests.logs import LogRequests
+from genie.controller.requests.members import MemberRequests
 from genie.controller.requests.nodes import NodeList, NodeRequests, StatusRequests
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.requests.queue import QueueRequests
@@ -308,6 +309,7 @@ class Controller:
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             self._backup_requests.handlers(),
             self._gossip.handlers(),
+            MemberRequests(self._gossip.members_reply).handlers(),
         ]
 
     def _build_server_admission(self) -> ServerAdmission:

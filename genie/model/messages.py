@@ -494,9 +494,11 @@ class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
 
 
 class MembersReply(Message, frozen=True, kw_only=True):
-    """The servers and nodes as gossip reports them to one server."""
+    """The servers and nodes as gossip reports them to one server. `more`: further ones did not fit into one
+    frame."""
 
     members: tuple[Member, ...] = ()
+    more: bool = False
     observer: str = ""
     """Name of the member that reports them."""
     observed_at: float = 0.0

@@ -42,6 +42,8 @@ def members(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         [_format_member(member, now=now) for member in reply.members],
         droppable=_COLUMNS_DROPPED_IF_NARROW,
     )
+    if reply.more:
+        output.print_message(f"these are the first {len(reply.members)} members; the list has more")
 
 
 async def _fetch_or_read_members(settings: Settings) -> tuple[MembersReply, str]:

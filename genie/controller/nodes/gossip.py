@@ -1,4 +1,4 @@
-"""Gossip on a server: settings for itself and for nodes, the list of members, and suspicion of nodes.
+"""Gossip on a server: settings for itself and for nodes, and suspicion of nodes.
 
 Gossip marks nodes as suspect earlier than missing heartbeats alone (membership.py). It never frees an
 accelerator and never ends a job.
@@ -19,7 +19,7 @@ from genie.controller.nodes.admission import Certificates
 from genie.controller.nodes.membership import Membership
 from genie.controller.store import Store
 from genie.model.member import MemberRole, MemberState
-from genie.model.messages import GetGossipSettings, GossipSettings, ListMembers, MembersReply
+from genie.model.messages import GetGossipSettings, GossipSettings, MembersReply
 from genie.model.names import address_text, parse_endpoint
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload
@@ -70,7 +70,7 @@ class ServerGossip:
         self._participant.add_listener(self._update_suspicions)
 
     def handlers(self) -> Handlers:
-        return {GetGossipSettings: self.get_gossip_settings, ListMembers: self.list_members}
+        return {GetGossipSettings: self.get_gossip_settings}
 
     async def run(self) -> None:
         """Take part until cancelled."""
@@ -83,7 +83,8 @@ class ServerGossip:
             return GossipSettings()
         return msgspec.structs.replace(settings, seeds=(own_address, *settings.seeds))
 
-    async def list_members(self, connection: Connection, request: ListMembers) -> MembersReply:
+    def members_reply(self) -> MembersReply:
+        """Return all members as this server knows them."""
         return self._participant.members_reply()
 
     async def change_key_if_due(self) -> None:

@@ -36,8 +36,9 @@ _UNKNOWN_REQUEST_INTERVAL_S = 600.0
 _TICK_S = 1.0
 _START_RETRY_S = 30.0
 _JOIN_INTERVAL_S_MIN, _JOIN_INTERVAL_S_MAX = 2.0, 60.0
+_MEMBERS_FILE_INTERVAL_S_MIN = 3.0
 _MEMBERS_FILE_AGE_S_MAX = 30.0
-"""The file is written after a change, and at least this often: its age shows whether this process runs."""
+"""The file is also written without a change: its age shows whether this process runs."""
 _SEEDS_MAX = 16
 _STOP_TIMEOUT_S = 3.0
 _ALONE_WARNING_AFTER_S = 30.0
@@ -236,8 +237,9 @@ class GossipParticipant:
 
     async def _write_members_if_due(self) -> None:
         now_s = self._clock.monotonic_s()
-        is_old = now_s - self._members_written_s >= _MEMBERS_FILE_AGE_S_MAX
-        if self._gossip is None or not (self._are_members_changed or is_old):
+        age_s = now_s - self._members_written_s
+        interval_s = _MEMBERS_FILE_INTERVAL_S_MIN if self._are_members_changed else _MEMBERS_FILE_AGE_S_MAX
+        if self._gossip is None or age_s < interval_s:
             return
         self._are_members_changed = False
         write = partial(files.try_write_members, self._directory, self.members_reply())

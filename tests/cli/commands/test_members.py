@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from genie.model.member import Member, MemberRole, MemberState
@@ -49,6 +50,11 @@ def test_members_prints_json(genie, controller) -> None:
     document = json.loads(genie("members", "--json").out)
     assert document["source"] == f"127.0.0.1:{controller.port}"
     assert [member["state"] for member in document["members"]] == ["alive", "dead"]
+
+
+def test_members_notes_that_the_list_is_longer(genie, controller) -> None:
+    controller.replies[ListMembers] = msgspec.structs.replace(make_reply(), more=True)
+    assert "the first 2 members" in genie("members").err
 
 
 def test_server_without_gossip_is_an_error_with_the_reason(genie, controller) -> None:

@@ -234,7 +234,7 @@ async def test_members_are_stored_for_commands_on_this_machine(inputs: Participa
     async with running_server(inputs) as server:
         inputs.settings = make_settings(server.address)
         async with inputs.running():
-            await inputs.clock.advance(3.0)
+            await inputs.clock.advance(5.0)
             stored = find_latest_members([inputs.directory / "nothing", inputs.directory])
             assert stored is not None and [member.name for member in stored.members] == ["s", "n1"]
             first_at = stored.observed_at
