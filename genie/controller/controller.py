@@ -68,7 +68,7 @@ from genie.model.node import NodeStatus
 from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_open_file_limit
-from genie.processes.tasks import Offload, first_error, run_inline
+from genie.processes.tasks import Offload, first_error, run_inline, unwrapped_task_group
 from genie.runtime.connection_limits import (
     CONNECTIONS_WARNING_THRESHOLD,
     ConnectionLimits,
@@ -426,6 +426,18 @@ class Controller:
 
     async def run(self) -> None:
         """Serve until cancelled. Raises the first GenieError of any part."""
+        async with unwrapped_task_group() as group:
+            gossip = group.create_task(self._run_gossip_once_ready(), name="gossip")
+            try:
+                await self._serve_and_lead()
+            finally:
+                gossip.cancel()  # it leaves after the leader has resigned: another one can lead meanwhile
+
+    async def _run_gossip_once_ready(self) -> None:
+        await self._ready_event.wait()
+        await self._gossip.run()
+
+    async def _serve_and_lead(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 listening = asyncio.Event()
@@ -434,7 +446,6 @@ class Controller:
                 group.create_task(self._orders.run(), name="orders")
                 await listening.wait()
                 group.create_task(self._campaign_and_lead_forever(), name="lead")
-                group.create_task(self._gossip.run(), name="gossip")
         except* GenieError as errors:
             raise first_error(errors) from None
         finally:

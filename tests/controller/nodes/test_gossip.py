@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.election import LEADER_KEY
 from genie.controller.ledger import ClusterRecord
 from genie.controller.nodes import gossip_keys
 from genie.controller.nodes.gossip_keys import KEY_CHANGE_STEP_S
@@ -93,6 +94,27 @@ async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
         async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (peer, _):
             settings = await peer.call(GetGossipSettings(), timeout_s=CALL_S)
             assert (settings.is_enabled, settings.keys, settings.seeds) == (False, (), ())
+
+
+async def test_leader_resigns_before_it_leaves_gossip(tmp_path: Path) -> None:
+    """Leaving takes a moment, and another controller must not wait for it."""
+    leader_keys_at_stop: list[object] = []
+
+    class RecordingGossip(SimGossip):
+        async def stop(self, *, leave: bool) -> None:
+            leader_keys_at_stop.append(await one.store.get(LEADER_KEY))
+            await super().stop(leave=leave)
+
+    medium, clock = GossipMedium(), SystemClock()
+    support = GossipSupport(
+        lambda identity, _port: RecordingGossip(medium, identity, host="127.0.0.1", port=0, clock=clock), ""
+    )
+    async with running_controller(tmp_path, gossip=support) as one:
+        await until_gossip_runs(one)
+        assert await one.store.get(LEADER_KEY) is not None
+        await one.stop()
+        assert leader_keys_at_stop == [None]
+        await one.start()
 
 
 async def test_removing_a_node_changes_the_key(tmp_path: Path) -> None:
