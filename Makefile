@@ -86,7 +86,7 @@ soak: $(VENV)/.native $(VENV)/.dev ## look for leaks for hours: HOURS=72
 # Keeps the locked versions. To upgrade: make lock ARGS=--upgrade
 # dev.txt contains all of run.txt, in the same versions, so dev.txt is resolved first and constrains run.txt.
 lock: build/lock/bin/uv ## write requirements/run.txt and dev.txt
-	@$(call compile,dev,--extra dev --extra etcd --extra ray requirements/run.in)
+	@$(call compile,dev,--extra dev --extra etcd --extra gossip --extra ray requirements/run.in)
 	@$(call compile,run,--constraint requirements/dev.txt)
 
 clean: ## remove caches and build results, but not .venv

@@ -18,7 +18,8 @@ GenieError
 │   │   ├── FrameTooLargeError  a frame exceeds its maximum size
 │   │   └── VersionError        the peer uses another version of the protocol
 │   ├── OverloadedError         the peer rejects the request for now: a limit is reached
-│   └── AddressInUseError       the port to listen on is in use
+│   ├── AddressInUseError       the port to listen on is in use
+│   └── GossipError             gossip cannot be started or has stopped
 ├── AccessError                 authentication and authorization
 │   ├── TokenMissingError       no token was given or found
 │   ├── TokenRefusedError       the token is unknown, invalid, revoked, expired or already used
@@ -195,6 +196,10 @@ class OverloadedError(TransportError):
 class AddressInUseError(TransportError):
     code = "transport.address_in_use"
     exit_code = 1
+
+
+class GossipError(TransportError):
+    code = "transport.gossip"
 
 
 class AccessError(GenieError):

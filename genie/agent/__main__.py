@@ -31,6 +31,7 @@ from genie.processes import cgroups, process_table
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import file_io_threads, loop_factory, unwrapped_task_group
 from genie.runtime.credentials import Access
+from genie.runtime.gossip.kinship_gossip import find_kinship_support
 from genie.runtime.network import TcpNetwork, local_address_towards
 from genie.telemetry import log
 
@@ -83,20 +84,28 @@ async def _run_agent_until_stopped(settings: Settings, node_dir: Path, access: A
         file_io_threads("genie-agent-files", threads=JOB_FILE_THREADS) as bulk,
         hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
     ):
+        listen_host, clock = _choose_executor_listen_host(access, settings.agent.host), SystemClock()
         agent = Agent(
             settings.agent,
             node_dir=node_dir,
             access=access,
             network=TcpNetwork(),
-            clock=SystemClock(),
+            clock=clock,
             rng=random.Random(),  # noqa: S311 - jitter for reconnections, no secret
             inventory=inventory,
             launcher=ShimLauncher(
                 _find_control_group_for_jobs(node_dir), adopts_orphans=process_table.become_subreaper()
             ),
             base_env=config.environment_for_jobs(),
-            listen_host=_choose_executor_listen_host(access, settings.agent.host),
+            listen_host=listen_host,
             disk=DiskAccess(run_journal_call=journal, run_job_file_call=bulk),
+            gossip=find_kinship_support(
+                settings.gossip,
+                host=listen_host,
+                port=settings.gossip.node_port,
+                advertised_host=settings.agent.host or "",
+                clock=clock,
+            ),
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

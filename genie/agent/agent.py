@@ -47,9 +47,11 @@ from genie.errors import (
 from genie.hardware import HostFacts, host_facts
 from genie.model import failover
 from genie.model.job import RUNS_KEPT
+from genie.model.member import MemberRole, MemberState
 from genie.model.messages import (
     Done,
     ExitReport,
+    GetGossipSettings,
     Heartbeat,
     Kill,
     Launch,
@@ -66,6 +68,8 @@ from genie.processes.clock import Clock
 from genie.processes.tasks import first_error
 from genie.runtime import rpc, wire
 from genie.runtime.credentials import Access
+from genie.runtime.gossip.participant import GossipParticipant
+from genie.runtime.gossip.protocol import GossipIdentity, GossipSupport
 from genie.runtime.network import Network
 from genie.version import __version__
 
@@ -112,6 +116,7 @@ class Agent:
         listen_host: str = "127.0.0.1",
         disk: DiskAccess | None = None,
         facts: Callable[[], HostFacts] = host_facts,
+        gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
     ) -> None:
         self._config = config
         self._clock = clock
@@ -151,6 +156,20 @@ class Agent:
             launch_context=launch_context,
             request_heartbeat=self._heartbeat_due_event.set,
         )
+        self._gossip = self._make_gossip_participant(gossip)
+
+    def _make_gossip_participant(self, support: GossipSupport) -> GossipParticipant:
+        node_dir = self._journal.node_dir
+        participant = GossipParticipant(
+            support=support,
+            identity=lambda: GossipIdentity(name=node_dir.name, role=MemberRole.NODE, release=__version__),
+            fetch_settings=lambda: self._call_leader(GetGossipSettings()),
+            directory=node_dir,
+            clock=self._clock,
+            offload=self._disk_access.run_job_file_call,
+        )
+        participant.add_listener(self._use_controllers_known_by_gossip)
+        return participant
 
     @property
     def node_info(self) -> NodeInfo:
@@ -189,6 +208,7 @@ class Agent:
                     self._update_node_info_periodically(),
                     self._renew_certificate_periodically(),
                     self._shut_down_when_requested(),
+                    self._gossip.run(),
                 ):
                     group.create_task(work)
         except* _AgentStoppedError:
@@ -323,6 +343,13 @@ class Agent:
         self._jobs.settle_exits(actions.settled_job_ids)
         self._is_job_file_cleanup_due |= bool(actions.settled_job_ids)
         return True
+
+    def _use_controllers_known_by_gossip(self) -> None:
+        self._connection.set_controllers_known_by_gossip(
+            member.controller_address
+            for member in self._gossip.members()
+            if member.controller_address and member.state in (MemberState.ALIVE, MemberState.SUSPECT)
+        )
 
     def _extend_lease_without_leader(self, requested_at_s: float) -> None:
         self._lease.extend_without_leader(requested_at_s=requested_at_s)

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from genie.errors import (
     OutdatedLeaderError,
 )
 from genie.model.messages import AGENT_REQUESTS, Message, Request
-from genie.model.names import address_text, parse_endpoint
+from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.processes.clock import Clock
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc
@@ -76,6 +76,8 @@ class LeaderConnection:
         self._reconnect_backoff_s_max = backoff_s_max
         self._rejection_reason_by_endpoint: dict[tuple[str, int], str] = {}
         """Why controllers that claim to lead were rejected."""
+        self.controllers_known_by_gossip: tuple[tuple[str, int], ...] = ()
+        """Also tried, but unverified."""
         self._has_registered_once = False
         """From then on every error except FencedError and NodeRemovedError is retried."""
 
@@ -92,6 +94,14 @@ class LeaderConnection:
         self._connect_timeout_s = timeout_s
         self._reconnect_backoff_s_max = backoff_s_max
         self._has_registered_once = True
+
+    def set_controllers_known_by_gossip(self, addresses: Iterable[str]) -> None:
+        """Also tries these controllers. Whether they respond decides nothing else, because any member of
+        gossip can invent addresses: only the announced controllers extend the lease (rule b)."""
+        found = dict.fromkeys(map(parse_endpoint, addresses))
+        has_tls = self.access.tls is not None
+        usable = [endpoint for endpoint in found if has_tls or is_loopback(endpoint[0])]
+        self.controllers_known_by_gossip = tuple(usable[:CONTROLLERS_MAX])
 
     def replace_access(self, access: Access) -> None:
         """Uses a renewed certificate."""
@@ -150,16 +160,21 @@ class LeaderConnection:
         would claim to lead every time."""
         rejected = [one for one in self.endpoints if one in self._rejection_reason_by_endpoint]
         others = [one for one in self.endpoints if one not in self._rejection_reason_by_endpoint]
-        outcomes = await self._try_controllers_concurrently(others, serve)
+        outcomes = await self._try_controllers_concurrently(others, serve, with_gossip=True)
         if rejected and _ConnectAttemptOutcome.SERVED not in outcomes:
             outcomes += await self._try_controllers_concurrently(rejected, serve)
         return outcomes
 
     async def _try_controllers_concurrently(
-        self, endpoints: Sequence[tuple[str, int]], serve: Callable[[rpc.Peer], Awaitable[None]]
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        serve: Callable[[rpc.Peer], Awaitable[None]],
+        *,
+        with_gossip: bool = False,
     ) -> list[_ConnectAttemptOutcome]:
         """Tries these controllers at the same time, and serves the first one that leads. Raises an error
-        that is final, if no other one leads."""
+        that is final, if no other one leads. `with_gossip`: also tries those that only gossip knows, of which
+        only a leader has an outcome."""
         attempts: list[asyncio.Task[_ConnectAttemptOutcome | GenieError]] = []
         claimed: list[asyncio.Task[_ConnectAttemptOutcome | GenieError]] = []
 
@@ -178,9 +193,20 @@ class LeaderConnection:
             attempts += [
                 group.create_task(self._try_controller(endpoint, serve, claim)) for endpoint in endpoints
             ]
+            unannounced = [
+                group.create_task(self._try_controller(endpoint, serve, claim))
+                for endpoint in (self.controllers_known_by_gossip if with_gossip else ())
+                if endpoint not in self.endpoints
+            ]
+            attempts += unannounced
         # The error of a controller that leads is raised rather than that of another one.
         attempts.sort(key=lambda attempt: attempt not in claimed)
-        results = [attempt.result() for attempt in attempts if not attempt.cancelled()]
+        results = [
+            result
+            for attempt in attempts
+            if not attempt.cancelled()
+            if (result := attempt.result()) is _ConnectAttemptOutcome.SERVED or attempt not in unannounced
+        ]
         outcomes = [result for result in results if isinstance(result, _ConnectAttemptOutcome)]
         final = [result for result in results if isinstance(result, GenieError)]
         if final and _ConnectAttemptOutcome.SERVED not in outcomes:

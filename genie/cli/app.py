@@ -50,6 +50,7 @@ _COMMAND_MODULES = {
     "undrain": "commands.drains",
     "status": "commands.status",
     "nodes": "commands.status",
+    "members": "commands.members",
     "submit": "commands.jobs",
     "jobs": "commands.jobs",
     "logs": "commands.jobs",

@@ -43,9 +43,11 @@ from genie.model.messages import (
     GetQueue,
     GetStatus,
     ListJobs,
+    ListMembers,
     ListQuotas,
     ListTokens,
     LogChunk,
+    MembersReply,
     NodeView,
     OpenBackup,
     PutBlob,
@@ -297,6 +299,10 @@ class ClusterClient:
         move and those that stay until they end."""
         request = EmptyNode(node_id=node_id, reason=reason)
         return await self._connection.call(request, timeout_s=CALL_TIMEOUT_S)
+
+    async def members(self) -> MembersReply:
+        """Servers and nodes as gossip reports them to the server in use, which need not lead."""
+        return await self._connection.call(ListMembers(), timeout_s=CALL_TIMEOUT_S)
 
     async def undrain_node(self, node_id: str) -> None:
         await self._connection.call(UndrainNode(node_id=node_id), timeout_s=CALL_TIMEOUT_S)

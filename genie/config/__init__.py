@@ -22,6 +22,7 @@ from genie.config.sections import SECTIONS as SECTIONS
 from genie.config.sections import AgentConfig as AgentConfig
 from genie.config.sections import ClusterConfig as ClusterConfig
 from genie.config.sections import ControllerConfig as ControllerConfig
+from genie.config.sections import GossipConfig as GossipConfig
 from genie.config.sections import GridConfig as GridConfig
 from genie.config.sections import LogConfig as LogConfig
 from genie.config.sections import PathsConfig as PathsConfig

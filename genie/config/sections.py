@@ -191,6 +191,24 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GossipConfig:
+    """Gossip between servers and nodes: the list of members, and faster detection of failures."""
+
+    enabled: str = setting(
+        "auto",
+        "Use gossip; auto: if other machines can reach the servers.",
+        allowed=("auto", "on", "off"),
+    )
+    server_port: int = setting(
+        5556,
+        "UDP and TCP port of gossip, the same on all servers; 0: a free port.",
+        low=0,
+        high=65535,
+    )
+    node_port: int = setting(5557, "UDP and TCP port of gossip on nodes; 0: a free port.", low=0, high=65535)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathsConfig:
     """Directories on this machine."""
 
@@ -242,6 +260,7 @@ class Settings:
     cluster: ClusterConfig
     controller: ControllerConfig
     agent: AgentConfig
+    gossip: GossipConfig
     paths: PathsConfig
     log: LogConfig
     workdir: WorkdirConfig
@@ -253,6 +272,7 @@ SECTIONS: dict[str, type[Any]] = {
     "cluster": ClusterConfig,
     "controller": ControllerConfig,
     "agent": AgentConfig,
+    "gossip": GossipConfig,
     "paths": PathsConfig,
     "log": LogConfig,
     "workdir": WorkdirConfig,

@@ -31,6 +31,7 @@ from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store import Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
+from genie.model.names import is_loopback
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
@@ -42,6 +43,8 @@ from genie.processes.tasks import (
     unwrapped_task_group,
 )
 from genie.runtime.connection_limits import CONNECTIONS_MAX, open_file_limit_for
+from genie.runtime.gossip.kinship_gossip import find_kinship_support
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import TcpNetwork
 from genie.telemetry import log
 
@@ -116,6 +119,8 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 instance=controller_instance_id(directory),
                 offload=offload,
                 etcd_endpoints=lambda: _managed_etcd_endpoints(settings, store),
+                gossip=_find_gossip_support(settings, clock),
+                gossip_port=settings.gossip.server_port,
             )
             etcd_maintenance = _make_etcd_maintenance(settings, store, controller, clock)
             await _run_until_signal(
@@ -123,6 +128,19 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
             )
         finally:
             await store.close()
+
+
+def _find_gossip_support(settings: config.Settings, clock: Clock) -> GossipSupport:
+    controller, gossip = settings.controller, settings.gossip
+    if gossip.enabled == "auto" and is_loopback(controller.bind):
+        return GossipSupport(off_reason="only this machine can reach the servers (gossip.enabled = auto)")
+    return find_kinship_support(
+        gossip,
+        host=controller.bind,
+        port=gossip.server_port,
+        advertised_host=controller.advertise or "",
+        clock=clock,
+    )
 
 
 def _managed_etcd_endpoints(settings: config.Settings, store: Store) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from genie.controller.nodes.admission import Admission, Certificates, advertised
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
+from genie.controller.nodes.gossip import ServerGossip
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.releases import ServerReleases
@@ -52,6 +53,7 @@ from genie.controller.requests.backups import BackupRequests
 from genie.controller.requests.blobs import BlobRequests
 from genie.controller.requests.jobs import JobReads, JobRequests
 from genie.controller.requests.logs import LogRequests
+from genie.controller.requests.members import MemberRequests
 from genie.controller.requests.nodes import NodeList, NodeRequests, StatusRequests
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.requests.queue import QueueRequests
@@ -81,13 +83,14 @@ from genie.model.node import NodeStatus
 from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_open_file_limit
-from genie.processes.tasks import Offload, first_error, run_inline
+from genie.processes.tasks import Offload, first_error, run_inline, unwrapped_task_group
 from genie.runtime.connection_limits import (
     CONNECTIONS_WARNING_THRESHOLD,
     ConnectionLimits,
     open_file_limit_for,
 )
 from genie.runtime.credentials import LocalCluster, store_trusted_ca
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
 
@@ -106,7 +109,8 @@ class Controller:
     `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
-    `etcd_endpoints` returns the members of an etcd cluster that Genie manages.
+    `etcd_endpoints` returns the members of an etcd cluster that Genie manages. `gossip_port` is that of all
+    servers.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Controller:
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
         etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
+        gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
+        gossip_port: int = 0,
     ) -> None:
         self._get_etcd_endpoints = etcd_endpoints
         self._config = config
@@ -168,6 +174,7 @@ class Controller:
         self._standby_requests = self._build_standby_requests(offload)
         self._build_scheduling_services()
         self._build_node_services()
+        self._gossip = self._build_gossip(gossip, server_port=gossip_port)
         self._request_service = self._build_request_service(self._build_request_handlers(offload))
 
     def _build_scheduling_services(self) -> None:
@@ -337,6 +344,8 @@ class Controller:
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),
             LockRequests(self._locks, waits=waits).handlers(),
             self._backup_requests.handlers(),
+            self._gossip.handlers(),
+            MemberRequests(self._gossip.members_reply).handlers(),
         ]
 
     def _build_server_admission(self) -> ServerAdmission:
@@ -346,6 +355,22 @@ class Controller:
             self._certificates,
             clock=self._clock,
             etcd_endpoints=self._get_etcd_endpoints,
+        )
+
+    def _build_gossip(self, support: GossipSupport, *, server_port: int) -> ServerGossip:
+        return ServerGossip(
+            support,
+            name=self._name,
+            store=self._store,
+            ledger=self._ledger,
+            certificates=self._certificates,
+            membership=self._membership,
+            clock=self._clock,
+            offload=self._offload,
+            directory=self._controller_dir,
+            server_port=server_port,
+            own_address=lambda: self.address,
+            controllers=lambda: self._controller_addresses,
         )
 
     def _open_blob_storage(self) -> BlobStorage:
@@ -463,6 +488,18 @@ class Controller:
 
     async def run(self) -> None:
         """Serve until cancelled. Raises the first GenieError of any part."""
+        async with unwrapped_task_group() as group:
+            gossip = group.create_task(self._run_gossip_once_ready(), name="gossip")
+            try:
+                await self._serve_and_lead()
+            finally:
+                gossip.cancel()  # it leaves after the leader has resigned: another one can lead meanwhile
+
+    async def _run_gossip_once_ready(self) -> None:
+        await self._ready_event.wait()
+        await self._gossip.run()
+
+    async def _serve_and_lead(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 listening = asyncio.Event()
@@ -721,6 +758,7 @@ class Controller:
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
                 "writing the files of this cluster": self._try_write_local_cluster_files,
                 "closing abandoned backups": self._backup_requests.close_if_idle,
+                "changing the key of gossip": self._gossip.change_key_if_due,
                 "returning memory": self._return_freed_memory_to_system,
             }
         )

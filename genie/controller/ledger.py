@@ -97,6 +97,10 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ca_pin: str
     generation: int = 0
     """Raised by each restore of a backup; the high part of fencing tokens."""
+    gossip_key_number: int = 0
+    """Number of the key of gossip; the servers derive the key from it (nodes/gossip_keys.py)."""
+    gossip_key_changed_at: float = 0.0
+    is_gossip_key_change_due: bool = False
 
 
 CLUSTER_KEY = "cluster"

@@ -25,6 +25,7 @@ from genie.model.messages import (
     GetStatus,
     Hello,
     ListJobs,
+    ListMembers,
     ListNodes,
     ListQuotas,
     ListTokens,
@@ -57,6 +58,7 @@ _REQUEST_COST_UNITS: dict[type[Message], float] = {
     SubmitJob: 0.1,
     CancelJob: 2.0,
     GetStatus: 10.0,
+    ListMembers: 20.0,
     ListNodes: 20.0,
     ListTokens: 20.0,
     ListQuotas: 5.0,
@@ -69,7 +71,7 @@ _REQUEST_COST_UNITS: dict[type[Message], float] = {
 _UNITS_PER_LISTED_JOB = 0.1
 # Their handlers do not wait. Requests about the queue take turns among themselves (requests/queue.py).
 _REQUESTS_SERIALIZED_ACROSS_TOKENS: frozenset[type[Message]] = frozenset(
-    (ListJobs, ListNodes, ListTokens, ListQuotas, ListLocks, GetStatus, SessionHeartbeat)
+    (ListJobs, ListMembers, ListNodes, ListTokens, ListQuotas, ListLocks, GetStatus, SessionHeartbeat)
 )
 LIST_REQUESTS: frozenset[type[Message]] = _REQUESTS_SERIALIZED_ACROSS_TOKENS | {GetQueue, ExplainJob}
 """Requests whose replies are long or expensive."""

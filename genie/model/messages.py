@@ -16,6 +16,7 @@ import msgspec
 from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
 from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
+from genie.model.member import Member
 from genie.model.node import NodeInfo
 from genie.model.record import Facts, Record
 from genie.model.request import Message as Message  # noqa: PLC0414 - exported from here as well
@@ -201,6 +202,22 @@ class Leave(Request[Done], frozen=True, kw_only=True):
 
     node_id: str
     incarnation: int
+
+
+class GossipSettings(Message, frozen=True, kw_only=True):
+    """How to take part in gossip. `keys`: base64; the first one encrypts, all of them decrypt."""
+
+    is_enabled: bool = False
+    keys: tuple[str, ...] = ()
+    seeds: tuple[str, ...] = ()
+    """HOST:PORT of the gossip of the servers."""
+
+    def __repr__(self) -> str:
+        return f"GossipSettings({self.is_enabled}, {len(self.keys)} keys, seeds={self.seeds})"
+
+
+class GetGossipSettings(Request[GossipSettings], frozen=True, kw_only=True):
+    """Answered by every server, also by one that does not lead."""
 
 
 class JobOrder(Record, frozen=True, kw_only=True):
@@ -498,6 +515,23 @@ class ListNodes(Request[NodesReply], frozen=True, kw_only=True):
     after_node_id: str = msgspec.field(default="", name="after")
 
 
+class MembersReply(Message, frozen=True, kw_only=True):
+    """The servers and nodes as gossip reports them to one server. `more`: further ones did not fit into one
+    frame."""
+
+    members: tuple[Member, ...] = ()
+    more: bool = False
+    observer: str = ""
+    """Name of the member that reports them."""
+    observed_at: float = 0.0
+    off_reason: str = ""
+    """Why there is no gossip; empty if there is."""
+
+
+class ListMembers(Request[MembersReply], frozen=True, kw_only=True):
+    """Answered by every server, also by one that does not lead or has no store."""
+
+
 class RemoveNode(Request[Done], frozen=True, kw_only=True):
     """Removes a node permanently; its token and its certificate become invalid."""
 
@@ -739,6 +773,7 @@ NODE_REQUESTS = (
     RenewCertificate,
     SignExecutor,
     GetBlob,
+    GetGossipSettings,
 )
 USER_REQUESTS = (
     SubmitJob,
@@ -751,6 +786,7 @@ USER_REQUESTS = (
     StatBlob,
     PutBlob,
     ListNodes,
+    ListMembers,
     GetStatus,
     ListQuotas,
     SessionHeartbeat,

@@ -199,6 +199,14 @@ class CertificateAuthority:
         )
         return cls(certificate, key)
 
+    def derive_secret(self, purpose: str) -> bytes:
+        """32 bytes that only holders of the CA's private key can compute, different for each purpose."""
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        private = self._key.private_numbers().private_value.to_bytes(self._key.key_size // 8, "big")
+        return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=purpose.encode()).derive(private)
+
     @classmethod
     def load_or_create(cls, directory: Path, *, now: float) -> CertificateAuthority:
         """The CA in this directory; a new one when there is none. Half a CA is an error, never replaced."""

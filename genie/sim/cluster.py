@@ -43,7 +43,9 @@ from genie.model.node import GPUInfo, Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.credentials import OWNER_TOKEN_FILE, Access, connect_authenticated
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.sim.disk import SimDisk
+from genie.sim.gossip import GossipMedium, SimGossip
 from genie.sim.processes import DURATION_ENV_VARIABLE, GPU_MILLI_ENV_VARIABLE, SimLauncher, SimMachines
 from genie.sim.store import VALUE_BYTES_TOTAL_MAX, MemoryStore, StoreLink
 from genie.sim.world import SimClock, SimNetwork, World
@@ -54,6 +56,7 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 CONTROLLER_PORT = 5555
 CONTROLLER_CONFIG = ControllerConfig(port=CONTROLLER_PORT, tls="off")
+SERVER_GOSSIP_PORT, NODE_GOSSIP_PORT = 5556, 5557
 CLIENT_HOST = "127.0.9.9"
 """Address of the owner and, unless another is given, of the tenants."""
 STORE_HOST = "store"
@@ -103,7 +106,7 @@ class FaultWindow:
 class SimCluster:
     """Start it inside a TaskGroup; `stop` ends all controllers and agents. `connection_limits`: those of
     controllers on connections before authentication. `config`: of all controllers, apart from their
-    addresses."""
+    addresses. `gossip_medium`: connects their gossip; None: there is none."""
 
     seed: int
     directory: Path
@@ -114,6 +117,7 @@ class SimCluster:
     store_bytes_max: int = VALUE_BYTES_TOTAL_MAX
     connection_limits: ConnectionLimits | None = None
     config: ControllerConfig = CONTROLLER_CONFIG
+    gossip_medium: GossipMedium | None = None
     world: World = field(init=False)
     machines: SimMachines = field(init=False)
     _memory: MemoryStore = field(init=False)
@@ -257,6 +261,8 @@ class SimCluster:
                 clock=SimClock(self.world, host),
                 name=host,
                 random_bytes=self.world.random.randbytes,
+                gossip=self._make_gossip_support(host, SERVER_GOSSIP_PORT),
+                gossip_port=SERVER_GOSSIP_PORT,
             )
             actor.controller = controller
             await controller.run()
@@ -285,6 +291,7 @@ class SimCluster:
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
+                gossip=self._make_gossip_support(host, NODE_GOSSIP_PORT),
             )
             try:
                 await agent.run()
@@ -292,6 +299,17 @@ class SimCluster:
                 _log.info("t=%.2f s: the agent on %s has ended: %s", self.world.now_s, host, error)
 
         self._actors[host] = _RunningProgram(self.group.create_task(run_actor()), launcher)
+
+    def _make_gossip_support(self, host: str, port: int) -> GossipSupport:
+        medium = self.gossip_medium
+        if medium is None:
+            return GossipSupport()
+        return GossipSupport(
+            lambda identity, _last_port: SimGossip(
+                medium, identity, host=host, port=port, clock=SimClock(self.world, host)
+            ),
+            "",
+        )
 
     def crash(self, host: str, *, power_off: bool = False) -> None:
         """Kill the actor (SIGKILL), or power off its machine with `power_off`."""
@@ -307,6 +325,8 @@ class SimCluster:
             # A killed process writes nothing; cancelling its task would write a resignation.
             self._stores[host].set_available(False)
         self.world.disconnect_host(host, silent=power_off)
+        if self.gossip_medium is not None:
+            self.gossip_medium.crash_members_of_host(host)
         actor.task.cancel()
         self._stopping.setdefault(host, []).append(actor.task)
 

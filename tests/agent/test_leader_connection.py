@@ -290,3 +290,34 @@ async def test_rejected_leader_is_logged_once_and_tried_after_the_others(
     assert f"controller {controller.address} is not accepted: its leader token is older" in messages[0]
     assert "genie store restore" in messages[0]
     assert watched.no_leader == []
+
+
+async def test_leader_that_only_gossip_knows_is_found(
+    controller: FakeController, second_controller: FakeController
+) -> None:
+    controller.leading = False
+    async with connect_to_controllers(controller) as watched:
+        watched.link.set_controllers_known_by_gossip([second_controller.address])
+        await until(lambda: watched.attended == [second_controller.address])
+        assert watched.link.endpoints[0] == (HOST, second_controller.port)
+
+
+async def test_controllers_that_only_gossip_knows_are_no_evidence(
+    controller: FakeController, second_controller: FakeController, tmp_path: Path
+) -> None:
+    """Any member can invent addresses. One that does not respond, or rejects the token, changes nothing."""
+    controller.leading = False
+    second_controller.silent = True
+    async with FakeController(tmp_path / "third").listening() as third:
+        third.refusals[Hello] = TokenRefusedError("token x is unknown")
+        async with connect_to_controllers(controller) as watched:
+            watched.link.set_controllers_known_by_gossip([second_controller.address, third.address])
+            await until(lambda: len(watched.no_leader) >= 2, what="evidence in every round")
+            assert watched.attended == []
+
+
+async def test_without_tls_gossip_leads_to_no_other_machine(controller: FakeController) -> None:
+    assert not controller.use_tls
+    async with connect_to_controllers(controller) as watched:
+        watched.link.set_controllers_known_by_gossip(["10.99.0.1:5555", "127.0.0.1:1"])
+        assert watched.link.controllers_known_by_gossip == ((HOST, 1),)

@@ -33,6 +33,7 @@ from genie.model.tenant import TokenKind
 from genie.processes.clock import Clock, SystemClock
 from genie.runtime import rpc, tls
 from genie.runtime.credentials import Access, connect_authenticated, make_pinned_client_tls
+from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import TcpNetwork
 from genie.tenancy.access import parse_token
 from tests.fakes.agent import FakeAgent, make_node_info
@@ -95,6 +96,7 @@ class RunningController:
     network: TcpNetwork = field(default_factory=TcpNetwork)
     name: str = "one"
     etcd_endpoints: tuple[str, ...] = ()
+    gossip: GossipSupport = field(default_factory=GossipSupport)
     controller: Controller | None = None
     _task: asyncio.Task[None] | None = None
 
@@ -107,6 +109,7 @@ class RunningController:
             clock=self.clock,
             name=self.name,
             etcd_endpoints=lambda: self.etcd_endpoints,
+            gossip=self.gossip,
         )
         self._task = asyncio.get_running_loop().create_task(self.controller.run())
         ready = asyncio.get_running_loop().create_task(self.controller.wait_ready())
@@ -191,6 +194,7 @@ async def running_controller(
     name: str = "one",
     store_setting: str = "sqlite",
     etcd_endpoints: tuple[str, ...] = (),
+    gossip: GossipSupport | None = None,
     **settings: object,
 ) -> AsyncIterator[RunningController]:
     """Run a controller, by default without TLS and on a free port. The leader lease outlasts simulated
@@ -207,7 +211,15 @@ async def running_controller(
     state_dir = folder / "state"
     opened = store or await SqliteStore.open(state_dir / "controller" / "store.sqlite3", clock=clock)
     config = ControllerConfig(**given)  # type: ignore[arg-type]
-    one = RunningController(config, state_dir, clock, opened, name=name, etcd_endpoints=etcd_endpoints)
+    one = RunningController(
+        config,
+        state_dir,
+        clock,
+        opened,
+        name=name,
+        etcd_endpoints=etcd_endpoints,
+        gossip=gossip or GossipSupport(),
+    )
     try:
         await one.start()
         try:

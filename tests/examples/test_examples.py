@@ -54,6 +54,7 @@ RUN_HERE = {
     "grid/run_job.py",
     "monitoring_dashboard.py",
     "multimodal.py",
+    "networking/gossip.py",
     "tour.py",
     *SCHEDULERS,
 }
@@ -353,3 +354,18 @@ def test_grid_monitor_writes_health_and_metrics(
     assert len(re.findall(r"^gpu[12] +ok +[0-9.]+", done.stdout, re.MULTILINE)) == 4, done.stdout
     assert "DEBUG" in done.stderr
     assert 'grid_node_health_score{node="gpu1"}' in (tmp_path / "metrics.txt").read_text()
+
+
+def test_gossip_example_shows_a_crash_a_leave_and_a_stranger() -> None:
+    done = run_example("networking/gossip.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1:3] == [
+        "members that respond to a stranger with another key: 0",
+        "gpu-1 was stopped: left",
+    ]
+    assert [line.split(" after ")[0] for line in lines[3:5]] == [
+        "gpu-2 crashed: suspect",
+        "gpu-2 crashed: dead",
+    ]
+    assert "'gpu-1': 'left', 'gpu-2': 'dead', 'gpu-3': 'alive'" in lines[5]

@@ -23,6 +23,7 @@ KEYS = ["name", "value", "unit", "baseline", "ratio", "spread", "goal", "ok"]
 SMALLER = {
     "bench_connections.py": ["--quick"],
     "bench_control.py": ["--quick", "--nodes", "12"],
+    "bench_gossip.py": ["--members", "4"],
     "bench_grid.py": ["--connections", "10", "--files", "500"],
     "bench_grid_pipeline.py": ["--nodes", "2", "--files", "100"],
     "bench_grid_ray.py": ["--nodes", "2", "--tasks", "20"],

@@ -18,7 +18,7 @@ from tests.house.repository_files import ROOT, parse_file, python_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-OPTIONAL = ("etcd", "ray", "torch")
+OPTIONAL = ("etcd", "gossip", "ray", "torch")
 """Extras that genie imports if they are installed; torch has a separate file."""
 
 
@@ -91,7 +91,7 @@ def test_dev_set_contains_the_run_set_in_the_same_versions() -> None:
 
 def test_tools_and_ray_are_only_in_the_dev_set() -> None:
     tools = parse_package_names(
-        [*EXTRAS["dev"], *EXTRAS["ray"], *EXTRAS["etcd"], *read_requirement_lines("dev")]
+        [*EXTRAS["dev"], *EXTRAS["ray"], *EXTRAS["etcd"], *EXTRAS["gossip"], *read_requirement_lines("dev")]
     )
     assert {"pytest", "ruff", "mypy", "ray"} <= tools
     assert tools & read_locked_packages("run").keys() == set()

@@ -98,13 +98,13 @@ class ClusterProcesses:
             self.controller.start_with("--state-dir", str(state_dir), *bind)
         self.address = await until(lambda: self._read_controller_address(state_dir), timeout_s=30)
 
-    async def start_standby(self) -> LocalCluster:
+    async def start_standby(self, *, host: str = "127.0.0.1") -> LocalCluster:
         """Starts a second controller on the same store; returns its address."""
         first, state_dir = self._settings.paths.state_dir, self._make_state_dir("standby")
         (state_dir / "controller").mkdir(mode=0o700)
         for name in ("controller/ca.pem", "controller/ca.key", OWNER_TOKEN_FILE):
             files.write_private(state_dir / name, (first / name).read_bytes())
-        standby = self.standby = self._make_controller(state_dir)
+        standby = self.standby = self._make_controller(state_dir, host=host)
         standby.start()
 
         def read_address() -> LocalCluster | None:
@@ -153,10 +153,10 @@ class ClusterProcesses:
             await self.standby.stop()
         await self.controller.stop()
 
-    def _make_controller(self, state_dir: Path) -> ClusterProcess:
+    def _make_controller(self, state_dir: Path, *, host: str = "127.0.0.1") -> ClusterProcess:
         return ClusterProcess(
             Child("controller", command=python_module_command(self._controller_module), state_dir=state_dir),
-            ["--state-dir", str(state_dir), "--bind", "127.0.0.1", "--port", "0", "--store", self._store],
+            ["--state-dir", str(state_dir), "--bind", host, "--port", "0", "--store", self._store],
         )
 
     async def _join_and_add_agent(self, node_id: str) -> None:

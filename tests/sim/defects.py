@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ import pytest
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
+from genie.agent.leader_connection import LeaderConnection
 from genie.cluster.locking.lock_lease import LockLease
 from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
@@ -37,6 +38,7 @@ from genie.controller.ledger import Ledger, Transaction
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.drains import NodeDrains
+from genie.controller.nodes.membership import Membership
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
 from genie.errors import StoreFullError, TokenRefusedError
@@ -44,6 +46,7 @@ from genie.hardware.host import DiskSpace
 from genie.model.allocation import NodeHolds
 from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
 from genie.model.lock import LockRecord
+from genie.model.member import MemberState
 from genie.model.messages import ExitReport, Message
 from genie.model.tenant import TokenKind
 from genie.processes import files
@@ -370,6 +373,29 @@ def _plant_strict_replies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wire, "build_without_unknown_parts", lambda kind, value: None)
 
 
+# -- gossip -------------------------------------------------------------------------------------------
+
+
+def _plant_trust_in_controllers_of_gossip(patch: pytest.MonkeyPatch) -> None:
+    """Controllers that only gossip knows must respond before the absence of a leader extends the lease."""
+
+    def set_controllers(self: LeaderConnection, addresses: Iterable[str]) -> None:
+        self._add_controllers(tuple(addresses))
+
+    patch.setattr(LeaderConnection, "set_controllers_known_by_gossip", set_controllers)
+
+
+def _plant_reclaim_of_nodes_that_gossip_reports_dead(patch: pytest.MonkeyPatch) -> None:
+    reclaimable_in_s = Membership.reclaimable_in_s
+
+    def without_waiting(self: Membership, node_id: str, now_s: float, *, deadman_timeout_s: float) -> float:
+        if self._get_reported_state(node_id) is MemberState.DEAD:
+            return 0.0
+        return reclaimable_in_s(self, node_id, now_s, deadman_timeout_s=deadman_timeout_s)
+
+    patch.setattr(Membership, "reclaimable_in_s", without_waiting)
+
+
 DEFECTS = {
     "failing exits": Defect(
         _plant_failing_exits, "hostile", ("store_oversized_job",), (5, 15), "without a fault"
@@ -460,6 +486,12 @@ DEFECTS = {
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "controllers of gossip extend the lease": Defect(
+        _plant_trust_in_controllers_of_gossip, "gossip", ("hang_store",), (0, 4), "without a fault"
+    ),
+    "gossip frees accelerators": Defect(
+        _plant_reclaim_of_nodes_that_gossip_reports_dead, "gossip", ("hang_store",), (0,), "without a fault"
     ),
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"

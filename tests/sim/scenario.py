@@ -24,6 +24,7 @@ from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
 from genie.sim.drain_checker import DrainChecker
+from genie.sim.gossip import GossipMedium
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
@@ -33,6 +34,7 @@ from genie.sim.invariants import (
 from genie.sim.locks import LockInvariantChecker, SimLockClient
 from genie.sim.restores import RestoreChecker
 from genie.sim.world import CpuCost
+from tests.sim.lying_gossip import report_lies_periodically
 
 _Reply = TypeVar("_Reply")
 
@@ -89,6 +91,7 @@ class ScenarioKind:
     jobs: int = JOB_COUNT
     lock_clients: int = 0
     scenario_s_max: float = SCENARIO_S_MAX
+    has_lying_gossip: bool = False
 
 
 SCENARIO_KINDS = {
@@ -133,6 +136,14 @@ SCENARIO_KINDS = {
     "locks": ScenarioKind(
         fault_injector.LOCK_FAULTS, controllers=2, fault_injection_s=40.0, jobs=0, lock_clients=4
     ),
+    "gossip": ScenarioKind(
+        fault_injector.POWER_FAULTS,
+        controllers=3,
+        node_ttl_s=CONTROLLER_CONFIG.node_ttl_s,
+        fault_injection_s=40.0,
+        job_duration_s_max=30.0,
+        has_lying_gossip=True,
+    ),
     "hostile": ScenarioKind(tuple(hostile.HOSTILE_ACTIONS), mean_fault_interval_s=5.0),
     "mixed": ScenarioKind(
         tuple(
@@ -167,19 +178,7 @@ def run_seed(seed: int, kind: str, directory: Path, *, faults: tuple[str, ...] =
 
 async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[str]:
     async with asyncio.TaskGroup() as group:
-        cluster = SimCluster(
-            seed,
-            directory,
-            group,
-            node_count=kind.nodes,
-            gpus_per_node=GPUS,
-            controller_count=kind.controllers,
-            store_bytes_max=_STORE_BYTES_MAX,
-            connection_limits=_CONNECTION_LIMITS,
-            config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
-        )
-        for host in cluster.controller_hosts:
-            cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
+        cluster = _make_cluster(seed, directory, group, kind)
         checker, innocent = make_invariant_checkers(cluster, node_ttl_s=kind.node_ttl_s)
         restores = RestoreChecker(cluster, checker, innocent)
         drains = DrainChecker(cluster, checker)
@@ -205,6 +204,8 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 _check_store_space_periodically(cluster),
             )
         ]
+        if cluster.gossip_medium is not None:
+            watching.append(group.create_task(report_lies_periodically(cluster, cluster.gossip_medium)))
         with _record_exceptions_as_violations(cluster.machines.violations):
             running = group.create_task(_run_jobs(cluster, checker, restores, kind))
             await _wait_for_end_or_violation(running, cluster, checker, scenario_s_max=kind.scenario_s_max)
@@ -214,6 +215,24 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
             task.cancel()
         await cluster.stop()
     return cluster.machines.violations
+
+
+def _make_cluster(seed: int, directory: Path, group: asyncio.TaskGroup, kind: ScenarioKind) -> SimCluster:
+    cluster = SimCluster(
+        seed,
+        directory,
+        group,
+        node_count=kind.nodes,
+        gpus_per_node=GPUS,
+        controller_count=kind.controllers,
+        store_bytes_max=_STORE_BYTES_MAX,
+        connection_limits=_CONNECTION_LIMITS,
+        config=replace(_SCENARIO_CONTROLLER_CONFIG, node_ttl_s=kind.node_ttl_s),
+        gossip_medium=GossipMedium() if kind.has_lying_gossip else None,
+    )
+    for host in cluster.controller_hosts:
+        cluster.world.set_cpu_cost(host, _CONTROLLER_CPU_COST)
+    return cluster
 
 
 def make_invariant_checkers(

@@ -1,4 +1,4 @@
-"""360 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
+"""Seeds of the short scenario: faults, lying gossip and a hostile tenant harm no innocent tenant."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from genie.config import ControllerConfig
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.outcomes import is_current_placement
 from genie.controller.ledger import Ledger, Transaction
+from genie.controller.nodes.gossip_keys import request_gossip_key_change
 from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     CertificateExpiredError,
@@ -107,6 +108,10 @@ class Certificates:
             addresses=addresses,
         )
         files.write_private(certificate, certificate_pem.encode())
+
+    def try_derive_secret(self, purpose: str) -> bytes | None:
+        """A secret that every server of the cluster can compute, and no other machine; None without TLS."""
+        return None if self._authority is None else self._authority.derive_secret(purpose)
 
     def export_authority(self) -> tuple[str, str]:
         """Return certificate and private key of the CA, for a new server only."""
@@ -319,6 +324,9 @@ class Admission:
             txn.delete(self._ledger.holds, node_id)
             for row in tokens:
                 txn.put(self._ledger.tokens, row.token_id, mark_revoked(row, now=self._clock.wall_s()))
+            cluster = self._ledger.cluster.get("")
+            if cluster is not None and tokens:
+                txn.put(self._ledger.cluster, "", request_gossip_key_change(cluster))
             return [row.token_id for row in tokens]
 
         for token_id in await self._ledger.write(build):

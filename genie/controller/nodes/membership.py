@@ -1,20 +1,22 @@
 """The failure detector: the registered nodes, their connections, and the time since their last heartbeat.
 
-A node without heartbeats is first suspect, then disconnected, then its jobs may be reclaimed. A new term of
-leadership counts from its own start. The current time is an argument. Registration and heartbeats are
-handled in agents.py.
+A node without heartbeats is first suspect, then disconnected, then its jobs may be reclaimed. If gossip also
+reports that it does not respond, it is suspect earlier; gossip changes nothing else. A new term of leadership
+counts from its own start. The current time is an argument. Registration and heartbeats are handled in
+agents.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from genie.config import ControllerConfig
+from genie.model.member import MemberState
 from genie.model.node import NodeInfo, NodeStatus
 from genie.runtime.rpc import Peer
 
@@ -22,6 +24,9 @@ _BLOCKING_STATUSES = frozenset(
     {NodeStatus.UNHEALTHY, NodeStatus.CRITICAL, NodeStatus.SUSPECT, NodeStatus.DISCONNECTED}
 )
 _ROUNDING_TOLERANCE_S = 0.001
+GOSSIP_SUSPECT_SHARE = 0.5
+"""Of the time without a heartbeat after which a node is suspect, if gossip reports that it does not respond.
+By default 1.5 s: one heartbeat is late. A node that sends heartbeats is not suspect."""
 
 
 @dataclass(slots=True)
@@ -45,6 +50,8 @@ class Membership:
         self._disconnected_after_s = config.node_ttl_s
         self._reclaim_grace_s = config.node_reclaim_grace_s
         self._node_by_id: dict[str, RegisteredNode] = {}
+        self._gossip_report_by_id: dict[str, tuple[MemberState, float]] = {}
+        """Nodes that are suspect or dead according to gossip, and since when it reports that."""
         self._term_began_s = 0.0
         self._node_listeners: list[Callable[[str], None]] = []
         self._term_listeners: list[Callable[[], None]] = []
@@ -62,6 +69,19 @@ class Membership:
         self._term_began_s = now_s
         for listener in self._term_listeners:
             listener()
+
+    def set_unresponsive_members(self, state_by_node_id: Mapping[str, MemberState], *, now_s: float) -> None:
+        """Replace the nodes that do not respond according to gossip."""
+        for node_id in sorted(self._gossip_report_by_id.keys() | state_by_node_id.keys()):
+            state = state_by_node_id.get(node_id)
+            if state is self._get_reported_state(node_id):
+                continue
+            if state is None:
+                del self._gossip_report_by_id[node_id]
+            else:
+                self._gossip_report_by_id[node_id] = (state, now_s)
+            if node_id in self._node_by_id:
+                self._notify(node_id)
 
     def get(self, node_id: str) -> RegisteredNode | None:
         return self._node_by_id.get(node_id)
@@ -142,8 +162,8 @@ class Membership:
         silence_s = self.time_since_heartbeat_s(node_id, now_s)
         if node_id not in self._node_by_id:
             next_s = self._disconnected_after_s if silence_s < self._disconnected_after_s else math.inf
-        elif silence_s < self._suspect_after_s:
-            next_s = self._suspect_after_s
+        elif silence_s < (suspect_after_s := self._get_suspect_after_s(node_id)):
+            next_s = suspect_after_s
         else:
             next_s = math.floor(silence_s) + 1.0
             if silence_s < self._disconnected_after_s:
@@ -160,15 +180,30 @@ class Membership:
             return info.closed
         return "" if self._node_by_id[info.node_id].has_sent_heartbeat else "no heartbeat yet"
 
+    def _get_suspect_after_s(self, node_id: str) -> float:
+        share = GOSSIP_SUSPECT_SHARE if self._has_gossip_report_since_heartbeat(node_id) else 1.0
+        return share * self._suspect_after_s
+
+    def _get_reported_state(self, node_id: str) -> MemberState | None:
+        report = self._gossip_report_by_id.get(node_id)
+        return None if report is None else report[0]
+
+    def _has_gossip_report_since_heartbeat(self, node_id: str) -> bool:
+        """A heartbeat disproves what gossip reported before."""
+        report, node = self._gossip_report_by_id.get(node_id), self._node_by_id.get(node_id)
+        return report is not None and node is not None and report[1] >= node.last_heartbeat_s
+
     def _notify(self, node_id: str) -> None:
         for listener in self._node_listeners:
             listener(node_id)
 
     def _with_status(self, info: NodeInfo, now_s: float, *, unseen_reason: str) -> NodeInfo:
         silence_s = self.time_since_heartbeat_s(info.node_id, now_s)
-        if silence_s < self._suspect_after_s and not unseen_reason:
+        if silence_s < self._get_suspect_after_s(info.node_id) and not unseen_reason:
             return info
         reason = unseen_reason or f"no heartbeat for {math.floor(silence_s)} s"
+        if self._has_gossip_report_since_heartbeat(info.node_id):
+            reason += f"; gossip reports that it is {self._get_reported_state(info.node_id)}"
         if silence_s >= self._disconnected_after_s:
             return msgspec.structs.replace(info, status=NodeStatus.DISCONNECTED, status_reason=reason)
         return msgspec.structs.replace(info, status=NodeStatus.SUSPECT, status_reason=reason)

@@ -47,11 +47,13 @@ from genie.model.messages import (
     FetchTrust,
     ForwardedReply,
     ForwardedRequest,
+    GetGossipSettings,
     GetStatus,
     Heartbeat,
     Hello,
     Join,
     Joined,
+    ListMembers,
     Message,
     RecoverCertificate,
     RenewCertificate,
@@ -77,7 +79,7 @@ HELLO_TIMEOUT_S = 10.0
 STORE_RETRY_AFTER_S = 1.0
 """Retry time that clients get while the store is unavailable: an election of etcd takes a second or two."""
 _READY_TIMEOUT_S = 1.0
-_ALLOWED_WHILE_LOADING = (Heartbeat, GetStatus, RenewCertificate)
+_ALLOWED_WHILE_LOADING = (Heartbeat, GetGossipSettings, GetStatus, ListMembers, RenewCertificate)
 """Requests that a new leader answers before it has read the tables; the others would see old ones."""
 _REQUESTS_BEFORE_HELLO_MAX = 16
 

@@ -1,0 +1,152 @@
+"""Gossip on a server: who gets the keys, the list of members, suspicion of nodes, and changes of the key."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from genie.controller.election import LEADER_KEY
+from genie.controller.ledger import ClusterRecord
+from genie.controller.nodes import gossip_keys
+from genie.controller.nodes.gossip_keys import KEY_CHANGE_STEP_S
+from genie.errors import PermissionError_
+from genie.model.member import MemberRole, MemberState
+from genie.model.messages import GetGossipSettings, ListMembers, RemoveNode
+from genie.model.node import NodeStatus
+from genie.model.tenant import TokenKind
+from genie.processes.clock import SystemClock
+from genie.runtime.credentials import connect_authenticated
+from genie.runtime.gossip.protocol import GossipIdentity, GossipSupport
+from genie.sim.gossip import GossipMedium, SimGossip
+from tests.controller.running_controller import CALL_S, RunningController, running_controller
+from tests.waiting import until
+
+
+def make_support(medium: GossipMedium) -> GossipSupport:
+    return GossipSupport(
+        lambda identity, _port: SimGossip(medium, identity, host="127.0.0.1", port=0, clock=SystemClock()), ""
+    )
+
+
+async def until_gossip_runs(one: RunningController) -> None:
+    async def is_running() -> bool:
+        async with one.client() as owner:
+            return bool((await owner.ask(ListMembers())).members)
+
+    await until(is_running, what="gossip runs")
+
+
+async def test_only_nodes_get_the_keys(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, tls="on", gossip=make_support(GossipMedium())) as one:
+        await until_gossip_runs(one)
+        async with one.agent("n1") as agent:
+            settings = await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)
+            assert settings.is_enabled and len(settings.seeds) == 1
+            assert [len(base64.b64decode(key)) for key in settings.keys] == [32]
+            assert not any(key in repr(settings) for key in settings.keys), "logs contain no key"
+        for kind in (TokenKind.OWNER, TokenKind.USER):
+            token = await one.token(kind, tenant="" if kind is TokenKind.OWNER else "t")
+            async with one.client(token) as client:
+                with pytest.raises(PermissionError_):
+                    await client.ask(GetGossipSettings())
+                assert len((await client.ask(ListMembers())).members) == 1
+
+
+async def test_members_are_listed_with_their_observer(tmp_path: Path) -> None:
+    medium = GossipMedium(suspect_after_s=0.01, dead_after_s=0.02)
+    async with running_controller(tmp_path, gossip=make_support(medium)) as one, one.agent("n1"):
+        await until_gossip_runs(one)
+        node = SimGossip(
+            medium,
+            GossipIdentity(name="n1", role=MemberRole.NODE, release="1.0"),
+            host="127.0.0.1",
+            port=0,
+            clock=SystemClock(),
+        )
+        await node.start([])
+        async with one.client() as owner:
+            reply = await owner.ask(ListMembers())
+            await node.join([member.address for member in reply.members])
+            reply = await owner.ask(ListMembers())
+            assert (reply.observer, reply.off_reason) == ("one", "")
+            assert [(member.role, member.state) for member in reply.members] == [
+                (MemberRole.SERVER, MemberState.ALIVE),
+                (MemberRole.NODE, MemberState.ALIVE),
+            ]
+            assert reply.members[0].controller_address == f"127.0.0.1:{one.port}"
+            await node.stop(leave=False)
+
+            async def is_suspect() -> bool:
+                return (await owner.node("n1")).status is NodeStatus.SUSPECT
+
+            await until(is_suspect, what="the node, which sends no more heartbeats, is suspect")
+            assert "gossip reports that it is dead" in (await owner.node("n1")).status_reason
+
+
+async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
+    support = GossipSupport(off_reason="it is disabled")
+    async with running_controller(tmp_path, tls="on", gossip=support) as one:
+        async with one.client() as owner:
+            assert (await owner.ask(ListMembers())).off_reason == "it is disabled"
+        access = await one.join("n1")
+        async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (peer, _):
+            settings = await peer.call(GetGossipSettings(), timeout_s=CALL_S)
+            assert (settings.is_enabled, settings.keys, settings.seeds) == (False, (), ())
+
+
+async def test_leader_resigns_before_it_leaves_gossip(tmp_path: Path) -> None:
+    """Leaving takes a moment, and another controller must not wait for it."""
+    leader_keys_at_stop: list[object] = []
+
+    class RecordingGossip(SimGossip):
+        async def stop(self, *, leave: bool) -> None:
+            leader_keys_at_stop.append(await one.store.get(LEADER_KEY))
+            await super().stop(leave=leave)
+
+    medium, clock = GossipMedium(), SystemClock()
+    support = GossipSupport(
+        lambda identity, _port: RecordingGossip(medium, identity, host="127.0.0.1", port=0, clock=clock), ""
+    )
+    async with running_controller(tmp_path, gossip=support) as one:
+        await until_gossip_runs(one)
+        assert await one.store.get(LEADER_KEY) is not None
+        await one.stop()
+        assert leader_keys_at_stop == [None]
+        await one.start()
+
+
+async def test_removing_a_node_changes_the_key(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, tls="on", gossip=make_support(GossipMedium())) as one:
+        await until_gossip_runs(one)
+        await one.join("n1")  # it never registers, so that it can be removed at once
+        async with one.agent("n2") as agent:
+            before = (await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)).keys
+            async with one.client() as owner:
+                await owner.ask(RemoveNode(node_id="n1"))
+
+            async def find_new_keys() -> tuple[str, ...] | None:
+                keys = (await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)).keys
+                return keys if keys != before else None
+
+            keys = await until(find_new_keys, what="a second key")
+            assert keys is not None and len(keys) == 2 and keys[0] == before[0], "the old key is still used"
+
+
+def test_key_changes_in_three_steps() -> None:
+    record = ClusterRecord(cluster_id="c", ca_pin="p")
+    assert gossip_keys.current_key_numbers(record, now=1000.0) == (0,)
+    due = gossip_keys.request_gossip_key_change(record)
+    assert not gossip_keys.can_change_key(record, now=1000.0) and gossip_keys.can_change_key(due, now=1000.0)
+    changed = gossip_keys.with_next_key(due, now=1000.0)
+    steps = [(0.0, (0, 1)), (KEY_CHANGE_STEP_S, (1, 0)), (2 * KEY_CHANGE_STEP_S, (1,)), (-5.0, (1,))]
+    for elapsed_s, numbers in steps:
+        assert gossip_keys.current_key_numbers(changed, now=1000.0 + elapsed_s) == numbers
+    again = gossip_keys.request_gossip_key_change(changed)
+    assert not gossip_keys.can_change_key(again, now=1000.0 + 1.9 * KEY_CHANGE_STEP_S), "one at a time"
+    assert gossip_keys.can_change_key(again, now=1000.0 + 2 * KEY_CHANGE_STEP_S)
+
+
+def test_keys_differ_by_number() -> None:
+    assert gossip_keys.gossip_key_purpose(1) != gossip_keys.gossip_key_purpose(2)
