@@ -473,7 +473,7 @@ DEFECTS = {
         _plant_tokens_of_one_term, "locks", ("restart_controller",), (0,), "was granted with token"
     ),
     "lease that counts from the reply": Defect(
-        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (1, 9), "was taken from"
+        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (2, 3, 6), "was taken from"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
