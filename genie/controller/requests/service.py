@@ -189,6 +189,10 @@ class RequestService:
                     return reply
                 if kind not in _ALLOWED_WHILE_LOADING:
                     self._check_not_loading()
+        return self._handle_within_limits(connection, request)
+
+    def _handle_within_limits(self, connection: Connection, request: Message) -> Awaitable[Message]:
+        kind = type(request)
         handler, usage = self._handlers[kind], connection.token_usage
         if usage is None:
             reply = handler(connection, request)
@@ -234,7 +238,7 @@ class RequestService:
             return None
         if age_s > TABLES_AGE_S_MAX and kind is not GetStatus:
             raise NotLeaderError(f"this controller has not led for {age_s:.0f} s; its data is too old")
-        return _with_age(self._handlers[kind](connection, request), age_s=age_s)
+        return _with_age(self._handle_within_limits(connection, request), age_s=age_s)
 
     async def _respond_with_status(self, connection: Connection, request: Message) -> Message:
         own = await self._handlers[GetStatus](connection, request)
