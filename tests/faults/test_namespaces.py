@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 NETWORK_SCRIPT = """
 import subprocess, sys
 from tests.faults.namespaces import MachineNetwork, run_as_init
+from tests.waiting import wait_until
 
 def can_connect(network, source, target):
     code = f'import socket; socket.create_connection(({network.addresses[target]!r}, 9), 1)'
@@ -29,22 +30,24 @@ def check():
     network = MachineNetwork.create()
     for name in ("a", "b"):
         network.add_machine(name)
-    assert can_connect(network, "a", "b") and can_connect(network, "b", "a")
+    wait_until(lambda: can_connect(network, "a", "b"))
+    wait_until(lambda: can_connect(network, "b", "a"))
     network.unplug("a")
     assert not can_connect(network, "a", "b") and not can_connect(network, "b", "a")
     network.heal()
-    assert can_connect(network, "a", "b")
+    wait_until(lambda: can_connect(network, "a", "b"))
     network.drop_packets(source="a", target="b")
     assert not can_connect(network, "a", "b")
     network.heal()
     network.drop_packets(source="a", target="b", etcd_peers_only=True)
-    assert can_connect(network, "a", "b")
+    wait_until(lambda: can_connect(network, "a", "b"))
     network.heal()
     network.drop_packets_at_random("b", percent=50)
     network.heal()
-    assert can_connect(network, "a", "b")
+    wait_until(lambda: can_connect(network, "a", "b"))
     sleeping = subprocess.Popen([*network.command_prefix("a"), "sleep", "60"])
-    assert network.list_processes("a") == [sleeping.pid] and not network.list_processes("b")
+    wait_until(lambda: network.list_processes("a") == [sleeping.pid])
+    assert not network.list_processes("b")
     return 7
 
 sys.exit(run_as_init(check))
