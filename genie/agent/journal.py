@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 _Struct = TypeVar("_Struct")
 
 EXIT_REASON_CHARS_MAX = 600
+AGENT_LOCK_FILE = "agent.lock"
 LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
 _DISCARDED_NAME_PREFIX = "."
@@ -87,7 +88,7 @@ class Journal:
     def open(self) -> None:
         """Raises AgentRunningError if another agent holds the lock, StoreCorruptError for an invalid file."""
         files.make_private_directory(self.jobs_dir)
-        self._lock = _lock_node_directory(self.node_dir / "agent.lock")
+        self._lock = _lock_node_directory(self.node_dir / AGENT_LOCK_FILE)
         fence = (
             _read_record_if_exists(self.node_dir / LEADER_TOKEN_FILE, _StoredLeaderToken)
             or _StoredLeaderToken()

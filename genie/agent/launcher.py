@@ -27,7 +27,7 @@ from typing import Protocol
 import msgspec
 
 from genie.agent import job_files, leftovers, shim
-from genie.agent.journal import parse_exit_record
+from genie.agent.journal import AGENT_LOCK_FILE, parse_exit_record
 from genie.agent.leftovers import JOB_DIR_VARIABLE, JobProcesses
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
@@ -161,16 +161,9 @@ class ShimLauncher:
         parents = leftovers.read_recorded_control_groups(record) | (
             {self._control_group} if self._control_group else set()
         )
-        groups = {
-            path: _job_id_of_control_group(path) for parent in parents for path in cgroups.children(parent)
-        }
-        job_dirs = {path.parent for name in ("started", "exit") for path in jobs_dir.glob(f"*/{name}.json")}
-        known = {
-            mark: job_dir.name for job_dir in job_dirs for mark in leftovers.read_recorded_processes(job_dir)
-        }
-        count, survivors = JobProcesses(
-            jobs_dir, control_groups=groups, recorded_processes=known
-        ).kill_all_processes()
+        left = _find_leftovers(jobs_dir, parents)
+        groups = left.control_groups
+        count, survivors = left.kill_all_processes()
         for job_id in set(survivors.values()):
             rest = JobProcesses(
                 jobs_dir / job_id,
@@ -352,6 +345,36 @@ class ShimLauncher:
         running_shim.is_being_killed = True
         work = partial(_kill_shim_and_describe_survivors, running_shim)
         asyncio.get_running_loop().run_in_executor(self._kill_thread_pool, work).add_done_callback(on_done)
+
+
+def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
+    """Kills what an agent that was killed has left running, if no agent of the node runs now. Returns the
+    number of processes. Blocks."""
+    if not (node_dir / "jobs").is_dir():
+        return 0
+    lock = files.FileLock.try_acquire(node_dir / AGENT_LOCK_FILE)
+    if lock is None:
+        return 0
+    try:
+        groups = leftovers.read_recorded_control_groups(node_dir / leftovers.CONTROL_GROUPS_FILE)
+        count, survivors = _find_leftovers(node_dir / "jobs", groups).kill_all_processes()
+    finally:
+        lock.release()
+    if survivors:
+        _log.error("after the end of the agent: %s", leftovers.describe_survivors(survivors))
+    return count - len(survivors)
+
+
+def _find_leftovers(jobs_dir: Path, parent_groups: set[str]) -> JobProcesses:
+    """The processes of all jobs of a node."""
+    groups = {
+        path: _job_id_of_control_group(path) for parent in parent_groups for path in cgroups.children(parent)
+    }
+    job_dirs = {path.parent for name in ("started", "exit") for path in jobs_dir.glob(f"*/{name}.json")}
+    known = {
+        mark: job_dir.name for job_dir in job_dirs for mark in leftovers.read_recorded_processes(job_dir)
+    }
+    return JobProcesses(jobs_dir, control_groups=groups, recorded_processes=known)
 
 
 def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) -> str:

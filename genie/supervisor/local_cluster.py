@@ -23,6 +23,7 @@ from typing import Any
 from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
+from genie.agent.launcher import kill_jobs_of_stopped_agent
 from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
@@ -245,6 +246,7 @@ class Supervisor:
         if self._agent.pid is not None:
             self._progress("stopping the agent")
             await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S)
+            await _kill_jobs_of_stopped_agents(self._state_dir)
         if self._controller.pid is not None:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
@@ -548,10 +550,19 @@ async def stop_running_cluster(
                 f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
             )
             await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S))
+            if name == AGENT:
+                await _kill_jobs_of_stopped_agents(state_dir)
         process_records.remove_process_record(state_dir, name)
     if found is not None and CONTROLLER in found.pids:
         _remove_local_cluster_file(state_dir)
     return found
+
+
+async def _kill_jobs_of_stopped_agents(state_dir: Path) -> None:
+    """An agent that had to be killed has not ended its jobs, and those without a dead-man timer go on."""
+    for node_dir in sorted((state_dir / AGENTS_DIR).glob("*")):
+        if count := await asyncio.to_thread(kill_jobs_of_stopped_agent, node_dir):
+            _log.warning("killed %d processes of jobs that the agent has left running", count)
 
 
 def check_agent_is_of_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:

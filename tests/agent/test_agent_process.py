@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.agent.launcher import kill_jobs_of_stopped_agent
 from genie.agent.leftovers import read_start_record
 from genie.errors import TokenRefusedError
 from genie.model.tenant import TokenKind
@@ -59,6 +60,22 @@ async def test_job_without_a_dead_man_timer_survives_a_suspended_agent(
         assert "lost contact" in (await controller.end_of("j2")).reason
         await until(lambda: [one.job_id for one in controller.heartbeats[-1].running] == ["j1"])
         assert job.is_alive
+
+
+async def test_job_without_a_dead_man_timer_is_killed_after_its_agent_has_ended(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    controller.ttl_s = 4.0
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY, has_deadman_timer=False)
+        await controller.launch("j2", *STAY)
+        job, restartable = [await wait_for_job_process(node_dir, each) for each in ("j1", "j2")]
+        assert kill_jobs_of_stopped_agent(node_dir) == 0, "the agent runs"
+        agent.send_signal(signal.SIGKILL)
+        await until(lambda: not restartable.is_alive, what="the restartable job ends")
+    assert job.is_alive
+    assert kill_jobs_of_stopped_agent(node_dir) >= 2, "shim and job"
+    assert not job.is_alive
 
 
 async def test_exit_record_survives_a_killed_agent(

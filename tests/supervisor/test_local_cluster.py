@@ -33,7 +33,7 @@ from genie.errors import (
     UnreachableError,
     UsageError,
 )
-from genie.model.job import JobState
+from genie.model.job import JobSpec, JobState
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes.process_identity import ProcessIdentity
@@ -330,6 +330,22 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
     assert [pid for pid in orphaned_processes.values() if is_alive(pid)] == []
     assert LocalCluster.read(tmp_path) is None
     assert await local_cluster.stop_running_cluster(tmp_path) is None
+
+
+async def test_stopping_a_hung_agent_ends_its_jobs(
+    orphaned_processes: dict[str, int], tmp_path: Path
+) -> None:
+    """They have no dead-man timer."""
+    found = LocalCluster.read(tmp_path)
+    assert found is not None
+    settings = replace(load_settings(tmp_path), cluster=local_cluster.make_owner_access(tmp_path, found))
+    async with open_client(settings) as client:
+        job = await client.submit(JobSpec(name="sleep", command=("/bin/sh", "-c", "echo $$; exec sleep 300")))
+        log = await anext(client.follow_log(job.job_id))
+    os.kill(orphaned_processes["agent"], signal.SIGSTOP)
+    assert is_alive(int(log))
+    await local_cluster.stop_running_cluster(tmp_path, agent_grace_s=0.1)
+    assert not is_alive(int(log))
 
 
 async def test_wait_returns_when_another_process_stops_the_children(
