@@ -3,7 +3,7 @@ and full disks, clock steps.
 
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
-outage of the store for all controllers. RECOVERY_FAULTS are those of outages.py and restores.py.
+outage of the store for all controllers. RECOVERY_FAULTS are in faults/.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
 (removed accelerators, quotas) persist until `undo_owner_actions`. Faults that may end jobs are recorded in
@@ -21,14 +21,14 @@ from genie.model.messages import Done, DrainNode, RemoveQuota, Request, SetQuota
 from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
-from genie.sim.node_removal import remove_isolated_node
-from genie.sim.outages import (
+from genie.sim.faults.node_removal import remove_isolated_node
+from genie.sim.faults.outages import (
     CLUSTER_FAULTS,
     count_control_plane_fault,
     hanging_store,
     simulate_store_election,
 )
-from genie.sim.restores import restore_beside_old_controller, restore_store
+from genie.sim.faults.restores import restore_beside_old_controller, restore_store
 
 _log = logging.getLogger(__name__)
 
@@ -168,10 +168,8 @@ async def _inject_and_end_fault(
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
-        case "isolate_node":
-            await _isolate_node(cluster, node, duration_s + _extra_duration_s(cluster, kind))
-        case "remove_node":
-            await remove_isolated_node(cluster, node)
+        case "isolate_node" | "remove_node" | "hang_agent" | "freeze_node":
+            await _inject_node_outage(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -188,15 +186,8 @@ async def _inject_and_end_fault(
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
-        case "hang_agent":
-            hang_s = duration_s + _extra_duration_s(cluster, kind)
-            world.pause_host(node, hang_s)
-            await asyncio.sleep(hang_s)
         case "drift":
             world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
-        case "freeze_node":
-            world.freeze_host(node, duration_s)
-            await asyncio.sleep(duration_s)
         case "lose_store":
             cluster.set_store_available(controller, available=False)
             await asyncio.sleep(duration_s)
@@ -209,9 +200,7 @@ async def _inject_and_end_fault(
         case "lose_reply":
             cluster.lose_next_commit_reply(controller)
         case "drain":
-            await _send_request_ignoring_errors(cluster, DrainNode(node_id=cluster.node_id(node)))
-            await asyncio.sleep(duration_s)
-            await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
+            await _drain_node(cluster, node, duration_s)
         case "quota":
             gpus = world.random.choice((0.0, 1.0, 2.5, 4.0, None))
             quota = QuotaRecord(tenant=world.random.choice(QUOTA_TENANTS), gpus=gpus, weight=duration_s)
@@ -223,6 +212,26 @@ async def _inject_and_end_fault(
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
+
+
+async def _inject_node_outage(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
+    match kind:
+        case "isolate_node":
+            await _isolate_node(cluster, node, duration_s)
+        case "remove_node":
+            await remove_isolated_node(cluster, node)
+        case "hang_agent":
+            cluster.world.pause_host(node, duration_s)
+            await asyncio.sleep(duration_s)
+        case "freeze_node":
+            cluster.world.freeze_host(node, duration_s)
+            await asyncio.sleep(duration_s)
+
+
+async def _drain_node(cluster: SimCluster, node: str, duration_s: float) -> None:
+    await _send_request_ignoring_errors(cluster, DrainNode(node_id=cluster.node_id(node)))
+    await asyncio.sleep(duration_s)
+    await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
 
 
 async def _change_gpus_of_node(

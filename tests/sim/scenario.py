@@ -23,13 +23,13 @@ from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
+from genie.sim.faults.restores import RestoreChecker
 from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
     LeadershipChecker,
     RequestRateChecker,
 )
-from genie.sim.restores import RestoreChecker
 from genie.sim.world import CpuCost
 
 _Reply = TypeVar("_Reply")
