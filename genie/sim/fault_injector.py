@@ -3,7 +3,7 @@ and full disks, clock steps.
 
 `power_leader` takes the power from the machine of the leading controller, `power_leader_and_store` also from
 the leader of the store: connections to it time out. These end no job, and neither does `hang_store`, an
-outage of the store for all controllers. RECOVERY_FAULTS are those of outages.py and restores.py.
+outage of the store for all controllers. RECOVERY_FAULTS are in faults/.
 `upgrade_node` and `upgrade_controller` restart a host with the other one of two releases.
 
 Each fault ends by itself; after `inject_faults` the network is healed and everything runs. Owner actions
@@ -23,14 +23,14 @@ from genie.model.messages import EmptyNode, Message, RemoveQuota, Request, SetQu
 from genie.model.tenant import QuotaRecord
 from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
-from genie.sim.node_removal import remove_isolated_node
-from genie.sim.outages import (
+from genie.sim.faults.node_removal import remove_isolated_node
+from genie.sim.faults.outages import (
     CLUSTER_FAULTS,
     count_control_plane_fault,
     hanging_store,
     simulate_store_election,
 )
-from genie.sim.restores import restore_beside_old_controller, restore_store
+from genie.sim.faults.restores import restore_beside_old_controller, restore_store
 
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply", bound=Message)
@@ -189,10 +189,8 @@ async def _inject_and_end_fault(
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
-        case "isolate_node":
-            await _isolate_node(cluster, node, duration_s + _extra_duration_s(cluster, kind))
-        case "remove_node":
-            await remove_isolated_node(cluster, node)
+        case "isolate_node" | "remove_node" | "hang_agent" | "freeze_node":
+            await _inject_node_outage(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -209,15 +207,8 @@ async def _inject_and_end_fault(
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
-        case "hang_agent":
-            hang_s = duration_s + _extra_duration_s(cluster, kind)
-            world.pause_host(node, hang_s)
-            await asyncio.sleep(hang_s)
         case "drift":
             world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
-        case "freeze_node":
-            world.freeze_host(node, duration_s)
-            await asyncio.sleep(duration_s)
         case "lose_store":
             cluster.set_store_available(controller, available=False)
             await asyncio.sleep(duration_s)
@@ -289,6 +280,20 @@ async def _upgrade_or_downgrade(cluster: SimCluster, host: str, duration_s: floa
     cluster.world.hosts_of_next_release ^= {host}
     await asyncio.sleep(duration_s)
     cluster.restart(host)
+
+
+async def _inject_node_outage(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
+    match kind:
+        case "isolate_node":
+            await _isolate_node(cluster, node, duration_s)
+        case "remove_node":
+            await remove_isolated_node(cluster, node)
+        case "hang_agent":
+            cluster.world.pause_host(node, duration_s)
+            await asyncio.sleep(duration_s)
+        case "freeze_node":
+            cluster.world.freeze_host(node, duration_s)
+            await asyncio.sleep(duration_s)
 
 
 async def _change_gpus_of_node(

@@ -398,7 +398,7 @@ def _plant_reclaim_of_nodes_that_gossip_reports_dead(patch: pytest.MonkeyPatch) 
 
 DEFECTS = {
     "failing exits": Defect(
-        _plant_failing_exits, "hostile", ("store_oversized_job",), (5, 15), "without a fault"
+        _plant_failing_exits, "hostile", ("store_oversized_job",), (0, 1), "have not ended"
     ),
     "rows that cannot be ended": Defect(
         _plant_rows_that_cannot_be_ended, "hostile", ("store_oversized_job",), (0,), "held without a process"
@@ -412,13 +412,13 @@ DEFECTS = {
         "is still on the draining node",
     ),
     "forgotten requests, duplicated frames": Defect(
-        _plant_forgotten_requests, "network", ("duplicate",), (1,), "submissions"
+        _plant_forgotten_requests, "network", ("duplicate",), (0, 3), "submissions"
     ),
     "blocking reader": Defect(
         _plant_blocking_reader, "hostile", ("flood_log_waits",), (1, 5), "without a fault"
     ),
     "unlimited requests": Defect(
-        _plant_unlimited_requests, "hostile", ("flood_requests",), (5, 7), "without a fault"
+        _plant_unlimited_requests, "hostile", ("flood_requests",), (18, 32), "without a fault"
     ),
     "unlimited space": Defect(_plant_unlimited_space, "hostile", ("fill_store",), (0,), "the store is full"),
     "unfair history": Defect(_plant_unfair_history, "hostile", ("fill_store",), (0,), "was deleted"),
@@ -479,10 +479,10 @@ DEFECTS = {
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
     ),
     "disk on event loop": Defect(
-        _plant_disk_on_event_loop, "disk", ("slow_disk",), (4, 5), "without a fault"
+        _plant_disk_on_event_loop, "disk", ("slow_disk",), (9, 10), "without a fault"
     ),
     "full disk as fault of the job": Defect(
-        _plant_full_disk_as_fault_of_the_job, "disk", ("full_disk",), (0,), "without a fault"
+        _plant_full_disk_as_fault_of_the_job, "disk", ("full_disk",), (1, 2), "without a fault"
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"

@@ -90,7 +90,7 @@ def _plant_no_reload_after_unknown_outcomes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_exits_reported_only_once(patch: pytest.MonkeyPatch) -> None:
-    """The agent forgets an exit when it has sent it, also if nobody has stored it."""
+    """The agent forgets an exit when it has sent it, even if it was not stored."""
     real = Agent._exits_for_next_message
 
     def exits_for_next_message(self: Agent) -> tuple[ExitReport, ...]:

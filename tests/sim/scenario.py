@@ -24,6 +24,7 @@ from genie.runtime.connection_limits import ConnectionLimits
 from genie.sim import fault_injector, hostile, loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
 from genie.sim.drain_checker import DrainChecker
+from genie.sim.faults.restores import RestoreChecker
 from genie.sim.gossip import GossipMedium
 from genie.sim.invariants import (
     InnocentTenantChecker,
@@ -32,7 +33,6 @@ from genie.sim.invariants import (
     RequestRateChecker,
 )
 from genie.sim.locks import LockInvariantChecker, SimLockClient
-from genie.sim.restores import RestoreChecker
 from genie.sim.world import CpuCost
 from tests.sim.lying_gossip import report_lies_periodically
 

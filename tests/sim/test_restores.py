@@ -13,7 +13,7 @@ from genie.errors import StoreUnavailableError
 from genie.model.job import JobState
 from genie.sim import loop
 from genie.sim.cluster import STORE_HOST, SimCluster
-from genie.sim.restores import RestoreChecker, restore_beside_old_controller, restore_store
+from genie.sim.faults.restores import RestoreChecker, restore_beside_old_controller, restore_store
 from tests.sim.scenario import INNOCENT_TENANT, make_invariant_checkers
 
 _LONG_S = 300.0

@@ -56,13 +56,15 @@ def test_failing_seeds_are_printed_with_their_replay_command(capfd: pytest.Captu
 def test_replay_prints_the_violations_of_a_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code("--seed", "0", "--kind", "disk") == 0
-    assert "disk seed 0 passes" in capsys.readouterr().out
-    DEFECTS["full disk as fault of the job"].plant(monkeypatch)
+    defect = DEFECTS["full disk as fault of the job"]
+    seed = str(defect.seeds[0])
+    assert exit_code("--seed", seed, "--kind", "disk") == 0
+    assert f"disk seed {seed} passes" in capsys.readouterr().out
+    defect.plant(monkeypatch)
     monkeypatch.setitem(SCENARIO_KINDS, "disk", ScenarioKind(("full_disk",)))
-    assert exit_code("--seed", "0", "--kind", "disk") == 1
+    assert exit_code("--seed", seed, "--kind", "disk") == 1
     out = capsys.readouterr().out
-    assert "disk seed 0 fails; replay: make sim SEED=0 KIND=disk\n" in out
+    assert f"disk seed {seed} fails; replay: make sim SEED={seed} KIND=disk\n" in out
     assert "ended without a fault of its node" in out
 
 

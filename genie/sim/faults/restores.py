@@ -27,8 +27,8 @@ from genie.model.fencing import make_fencing_token
 from genie.model.job import Job, JobState
 from genie.processes.tasks import run_inline
 from genie.sim.cluster import STORE_HOST, SimCluster
+from genie.sim.faults.outages import control_plane_fault, hanging_store, has_silent_server
 from genie.sim.invariants import InnocentTenantChecker, InvariantChecker
-from genie.sim.outages import control_plane_fault, hanging_store, has_silent_server
 from genie.sim.world import SimClock
 
 _BACKUP_AGE_S_MAX = 15.0
