@@ -155,10 +155,8 @@ async def _inject_and_end_fault(
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
-        case "isolate_node":
-            await _isolate_node(cluster, node, duration_s + _extra_duration_s(cluster, kind))
-        case "remove_node":
-            await remove_isolated_node(cluster, node)
+        case "isolate_node" | "hang_agent" | "remove_node" | "freeze_node":
+            await _inject_outage_of_node(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -175,15 +173,8 @@ async def _inject_and_end_fault(
         case "pause_node" | "pause_controller":
             world.pause_host(node if kind == "pause_node" else controller, duration_s)
             await asyncio.sleep(duration_s)
-        case "hang_agent":
-            hang_s = duration_s + _extra_duration_s(cluster, kind)
-            world.pause_host(node, hang_s)
-            await asyncio.sleep(hang_s)
         case "drift":
             world.set_clock_rate(node, world.random.choice((0.9, 1.0, 1.1)))
-        case "freeze_node":
-            world.freeze_host(node, duration_s)
-            await asyncio.sleep(duration_s)
         case "lose_store":
             cluster.set_store_available(controller, available=False)
             await asyncio.sleep(duration_s)
@@ -281,6 +272,17 @@ async def _simulate_store_election(cluster: SimCluster) -> None:
     cluster.store.extend_leases(by_s=election_s + election_timeout_s)
     with _hanging_store(cluster):
         await asyncio.sleep(election_s)
+
+
+async def _inject_outage_of_node(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
+    if kind == "remove_node":
+        await remove_isolated_node(cluster, node)
+    elif kind == "isolate_node":
+        await _isolate_node(cluster, node, duration_s)
+    else:
+        pause = cluster.world.freeze_host if kind == "freeze_node" else cluster.world.pause_host
+        pause(node, duration_s)
+        await asyncio.sleep(duration_s)
 
 
 async def _isolate_node(cluster: SimCluster, node: str, duration_s: float) -> None:
