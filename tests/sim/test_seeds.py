@@ -1,4 +1,4 @@
-"""350 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
+"""400 seeds of the short scenario: faults of each kind, and a hostile tenant, harm no innocent tenant."""
 
 from __future__ import annotations
 
