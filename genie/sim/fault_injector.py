@@ -228,13 +228,10 @@ async def _inject_and_end_fault(
             await _send_request_ignoring_errors(cluster, SetQuota(quota=quota))
         case "change_gpus" | "change_gpus_on_restart":
             await _change_gpus_of_node(cluster, node, duration_s, on_restart=kind == "change_gpus_on_restart")
-        case "upgrade_node" | "upgrade_controller":
-            await _upgrade_or_downgrade(cluster, node if kind == "upgrade_node" else controller, duration_s)
-        case "crash_node" | "power_node" | "restart_controller":
-            host = controller if kind == "restart_controller" else node
-            cluster.crash(host, power_off=kind == "power_node")
-            await asyncio.sleep(duration_s)
-            cluster.restart(host)
+        case "crash_node" | "power_node" | "upgrade_node":
+            await _crash_and_restart(cluster, kind, node, duration_s)
+        case "restart_controller" | "upgrade_controller":
+            await _crash_and_restart(cluster, kind, controller, duration_s)
 
 
 async def _drain_node(cluster: SimCluster, node: str, duration_s: float, *, while_paused: bool) -> None:
@@ -274,10 +271,11 @@ async def _end_drain(cluster: SimCluster, node: str) -> None:
         await _send_request_ignoring_errors(cluster, UndrainNode(node_id=cluster.node_id(node)))
 
 
-async def _upgrade_or_downgrade(cluster: SimCluster, host: str, duration_s: float) -> None:
-    """Restart a controller or agent with the other one of two releases."""
-    cluster.crash(host)
-    cluster.world.hosts_of_next_release ^= {host}
+async def _crash_and_restart(cluster: SimCluster, kind: str, host: str, duration_s: float) -> None:
+    """Crash a host and restart it; an upgrade restarts it with the other one of two releases."""
+    cluster.crash(host, power_off=kind == "power_node")
+    if kind in ("upgrade_node", "upgrade_controller"):
+        cluster.world.hosts_of_next_release ^= {host}
     await asyncio.sleep(duration_s)
     cluster.restart(host)
 

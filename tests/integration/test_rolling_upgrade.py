@@ -125,6 +125,17 @@ class UpgradableCluster:
 
         await until(has_registered, timeout_s=START_TIMEOUT_S, what=f"{node_id} registers")
 
+    async def wait_until_all_servers_are_announced(self) -> None:
+        """Until then, a client would not find another server when the first one stops."""
+        folder = self._folder / SERVERS[0] / "servers"
+
+        async def are_announced() -> bool:
+            async with open_client(self.settings):
+                pass
+            return any(len(json.loads(path.read_text())) == len(SERVERS) for path in folder.glob("*.json"))
+
+        await until(are_announced, timeout_s=START_TIMEOUT_S, what="the servers know each other")
+
     def _start(self, name: str, module: str, arguments: list[str], *, upgraded: bool) -> Child:
         command = self._next_release.module_command(module) if upgraded else python_module_command(module)
         child = Child(module.rpartition(".")[2], command=command, state_dir=self._folder / name)
@@ -219,6 +230,7 @@ async def test_servers_and_agents_are_upgraded_and_downgraded_while_jobs_run(
 ) -> None:
     for name in SERVERS:
         await cluster.start_server(name, upgraded=False)
+    await cluster.wait_until_all_servers_are_announced()
     async with open_client(cluster.settings) as client:
         for node_id in NODES:
             await cluster.start_agent(node_id, client, upgraded=False)

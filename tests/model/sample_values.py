@@ -42,6 +42,8 @@ def _sample(node: inspect.Type, path: str) -> object:
 def _sample_field(field: inspect.Field, path: str) -> object:
     found = _sample(field.type, path)
     if found == field.default:
+        if isinstance(found, bool):
+            return not found
         assert isinstance(found, enum.StrEnum), f"{path}: the sample is its default"
         return next(each for each in type(found) if each != found)
     return found
@@ -51,7 +53,7 @@ def _sample_scalar(node: inspect.Type, path: str) -> object:
     number = zlib.crc32(path.encode()) % 1000 + 2
     match node:
         case inspect.BoolType():
-            return not _is_true_by_default(path)
+            return True
         case inspect.IntType():
             return number if node.le is None else min(number, node.le)
         case inspect.FloatType():
@@ -61,10 +63,6 @@ def _sample_scalar(node: inspect.Type, path: str) -> object:
         case inspect.BytesType():
             return path.encode() + bytes(range(8))
     raise AssertionError(f"{path}: no sample for {node}")
-
-
-def _is_true_by_default(path: str) -> bool:
-    return path.rpartition(".")[2] in ("started", "available") or path == "NodesReply.leading"
 
 
 def _last_member(kind: type[enum.Enum]) -> enum.Enum:
