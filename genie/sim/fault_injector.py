@@ -168,13 +168,8 @@ async def _inject_and_end_fault(
             world.cut_link(*ends, both_directions=kind == "cut_node")
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
-<<<<<<< HEAD
-        case "isolate_node" | "remove_node" | "hang_agent" | "freeze_node":
-            await _inject_node_outage(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
-=======
         case "isolate_node" | "hang_agent" | "remove_node" | "freeze_node":
             await _inject_outage_of_node(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
->>>>>>> deadman
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -217,20 +212,6 @@ async def _inject_and_end_fault(
             cluster.crash(host, power_off=kind == "power_node")
             await asyncio.sleep(duration_s)
             cluster.restart(host)
-
-
-async def _inject_node_outage(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
-    match kind:
-        case "isolate_node":
-            await _isolate_node(cluster, node, duration_s)
-        case "remove_node":
-            await remove_isolated_node(cluster, node)
-        case "hang_agent":
-            cluster.world.pause_host(node, duration_s)
-            await asyncio.sleep(duration_s)
-        case "freeze_node":
-            cluster.world.freeze_host(node, duration_s)
-            await asyncio.sleep(duration_s)
 
 
 async def _drain_node(cluster: SimCluster, node: str, duration_s: float) -> None:
@@ -283,17 +264,6 @@ async def _power_off_leader(cluster: SimCluster, duration_s: float, *, with_stor
         await asyncio.sleep(_CONTROLLER_STARTUP_TIME_S)
 
 
-<<<<<<< HEAD
-=======
-async def _simulate_store_election(cluster: SimCluster) -> None:
-    """The store does not respond until it has a leader, which extends all leases."""
-    election_timeout_s = cluster.config.etcd_election_timeout_s
-    election_s = cluster.world.random.uniform(1.0, 2.0) * election_timeout_s
-    cluster.store.extend_leases(by_s=election_s + election_timeout_s)
-    with _hanging_store(cluster):
-        await asyncio.sleep(election_s)
-
-
 async def _inject_outage_of_node(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
     if kind == "remove_node":
         await remove_isolated_node(cluster, node)
@@ -305,7 +275,6 @@ async def _inject_outage_of_node(cluster: SimCluster, kind: str, node: str, dura
         await asyncio.sleep(duration_s)
 
 
->>>>>>> deadman
 async def _isolate_node(cluster: SimCluster, node: str, duration_s: float) -> None:
     """Cut a node from all controllers."""
     for controller in cluster.controller_hosts:
