@@ -190,7 +190,7 @@ async def _inject_and_end_fault(
             await asyncio.sleep(duration_s)
             world.heal_link(*ends, both_directions=kind == "cut_node")
         case "isolate_node" | "remove_node" | "hang_agent" | "freeze_node":
-            await _inject_node_outage(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
+            await _inject_outage_of_node(cluster, kind, node, duration_s + _extra_duration_s(cluster, kind))
         case "reorder" | "duplicate":
             await _inject_frame_fault(cluster, kind, duration_s)
         case "slow_disk" | "full_disk" | "torn_write":
@@ -280,7 +280,7 @@ async def _crash_and_restart(cluster: SimCluster, kind: str, host: str, duration
     cluster.restart(host)
 
 
-async def _inject_node_outage(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
+async def _inject_outage_of_node(cluster: SimCluster, kind: str, node: str, duration_s: float) -> None:
     match kind:
         case "isolate_node":
             await _isolate_node(cluster, node, duration_s)
