@@ -58,7 +58,7 @@ def write_jobs(path: Path, count: int) -> None:
 async def _write_jobs(path: Path, count: int) -> None:
     import msgspec
 
-    from genie.controller.ledger import Counter
+    from genie.controller.rows import Counter
     from genie.controller.store import Put
     from genie.controller.store.sqlite import SqliteStore
 

@@ -21,6 +21,7 @@ from placement_roles import make_node_info
 from genie.config import ControllerConfig
 from genie.controller.controller import Controller
 from genie.errors import FencedError
+from genie.model.handshake_messages import Join
 from genie.model.job import JobSpec, Resources
 from genie.model.messages import (
     AGENT_REQUESTS,
@@ -29,7 +30,6 @@ from genie.model.messages import (
     Done,
     ExitReport,
     Heartbeat,
-    Join,
     Launch,
     Message,
     Register,

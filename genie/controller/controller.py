@@ -29,7 +29,7 @@ from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
-from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
+from genie.controller.ledger import Ledger, Transaction, read_cluster_record
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
 from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
@@ -61,6 +61,7 @@ from genie.controller.requests.quotas import QuotaRequests, QuotaTable
 from genie.controller.requests.service import RequestService
 from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
+from genie.controller.rows import ClusterRecord
 from genie.controller.standby.leader_link import LeaderLink
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.standby.requests import StandbyRequests

@@ -20,6 +20,7 @@ import msgspec
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.quarantine import Quarantine
+from genie.controller.rows import ClusterRecord, Counter, NodeRecord
 from genie.controller.store import Compare, Delete, KeyValue, Put, Store, WatchEvent
 from genie.controller.store.limits import check_transaction_and_get_size_bytes, operation_size_bytes
 from genie.controller.store.protocol import TXN_BYTES_MAX, TXN_OPS_MAX
@@ -38,7 +39,6 @@ from genie.model.fencing import revision_of_token
 from genie.model.job import Job
 from genie.model.lock import LockRecord
 from genie.model.messages import QuarantinedRow
-from genie.model.node import NodeInfo
 from genie.model.release import OWN_RELEASE, Release, fields_newer_than, has_fields_with_since
 from genie.model.tenant import QuotaRecord, TokenRecord
 from genie.model.unknown_fields import find_unknown_parts
@@ -71,36 +71,6 @@ _NEWER_ROW_HINT = (
 )
 _TAKEOVER_RETRY_AFTER_S = 0.25
 _row_encoder = msgspec.json.Encoder()
-
-
-class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node as it last registered, and the controllers that it has certainly been informed of."""
-
-    info: NodeInfo
-    controllers: tuple[str, ...] = ()
-    ttl_s: float = 0.0
-    """Dead-man timeout that the agent was given."""
-    has_left: bool = msgspec.field(default=False, name="left")
-    """It has left the cluster; it may register again."""
-    drain_status: str = msgspec.field(default="", name="drained")
-    """Such as "draining: new fans"; empty when the node is not drained. Survives restarts of the agent."""
-    moves_jobs: bool = False
-    """While it is drained: its restartable jobs are moved to other nodes."""
-
-
-class Counter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    value: int
-
-
-class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    cluster_id: str
-    ca_pin: str
-    generation: int = 0
-    """Raised by each restore of a backup; the high part of fencing tokens."""
-    gossip_key_number: int = 0
-    """Number of the key of gossip; the servers derive the key from it (nodes/gossip_keys.py)."""
-    gossip_key_changed_at: float = 0.0
-    is_gossip_key_change_due: bool = False
 
 
 CLUSTER_KEY = "cluster"

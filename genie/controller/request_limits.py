@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from genie.errors import OverloadedError
+from genie.model.handshake_messages import Hello
 from genie.model.limits import LIST_MAX
 from genie.model.lock_messages import ListLocks
 from genie.model.messages import (
@@ -23,7 +24,6 @@ from genie.model.messages import (
     ExplainJob,
     GetQueue,
     GetStatus,
-    Hello,
     ListJobs,
     ListMembers,
     ListNodes,

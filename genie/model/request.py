@@ -1,4 +1,5 @@
-"""The base classes of messages. The messages are in messages.py and lock_messages.py."""
+"""The base classes of messages. The messages are in messages.py, handshake_messages.py and
+lock_messages.py."""
 
 from __future__ import annotations
 
@@ -21,3 +22,7 @@ class Request(Message, Generic[_Reply], frozen=True, kw_only=True):
 
 class Report(Request[_Reply], Generic[_Reply], frozen=True, kw_only=True, forbid_unknown_fields=False):
     """A request that only states facts: unknown fields are ignored."""
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """The empty reply."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from genie.controller.ledger import NodeRecord
+from genie.controller.rows import NodeRecord
 from genie.controller.store import Delete, Put
 from genie.model.job import Job, JobState, StopReason
 from genie.sim.cluster import SimCluster

@@ -28,7 +28,7 @@ from genie.controller.etcd.local_member import (
 from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
-from genie.model.messages import ServerJoined
+from genie.model.handshake_messages import ServerJoined
 from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.processes import files

@@ -15,12 +15,12 @@ from genie.config import ControllerConfig
 from genie.controller.controller import Controller
 from genie.controller.store import Store
 from genie.controller.store.sqlite import SqliteStore
+from genie.model.handshake_messages import Join
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import (
     CreateToken,
     GetJob,
     GetStatus,
-    Join,
     Launch,
     ListNodes,
     Message,

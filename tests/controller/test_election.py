@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
-from genie.controller.ledger import Counter, Ledger
+from genie.controller.ledger import Ledger
+from genie.controller.rows import Counter
 from genie.controller.store import Put
 from genie.errors import DuplicateControllerError, NotLeaderError, StoreCorruptError, StoreUnavailableError
 from genie.sim.store import MemoryStore

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from genie.errors import ProtocolError, TokenMissingError, TokenRefusedError
-from genie.model.messages import Done, FetchTrust, GetStatus, Hello, ListNodes, SessionEnd, SessionHeartbeat
+from genie.model.handshake_messages import FetchTrust, Hello
+from genie.model.messages import Done, GetStatus, ListNodes, SessionEnd, SessionHeartbeat
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
 from genie.runtime.network import TcpNetwork

@@ -21,7 +21,8 @@ from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.launches import JOB_NODES_MAX
 from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.services import build_job_services
-from genie.controller.ledger import Counter, Ledger, LedgerTable, NodeRecord, Transaction
+from genie.controller.ledger import Ledger, LedgerTable, Transaction
+from genie.controller.rows import Counter, NodeRecord
 from genie.controller.store import Compare, Delete, Put, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
 from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError

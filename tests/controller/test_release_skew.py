@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from genie.controller.jobs.lifecycle import LAUNCH_ATTEMPTS_MAX
-from genie.controller.ledger import Counter, LedgerTable, Transaction
+from genie.controller.ledger import LedgerTable, Transaction
 from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerRelease, ServerReleases
+from genie.controller.rows import Counter
 from genie.controller.store import Put, Store
 from genie.errors import (
     GenieError,
@@ -21,8 +22,9 @@ from genie.errors import (
     TokenRefusedError,
     VersionError,
 )
+from genie.model.handshake_messages import Hello
 from genie.model.job import JobState
-from genie.model.messages import CancelJob, Hello
+from genie.model.messages import CancelJob
 from genie.model.record import Record
 from genie.model.release import OWN_RELEASE, Release, since
 from genie.model.tenant import TokenKind

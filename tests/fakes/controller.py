@@ -23,6 +23,17 @@ from typing import Self
 import genie
 from genie.errors import GenieError, ProtocolError, TokenMissingError, TokenRefusedError
 from genie.model.allocation import NodeHolds
+from genie.model.handshake_messages import (
+    Certificate,
+    FetchTrust,
+    Hello,
+    Join,
+    Joined,
+    RenewCertificate,
+    SignExecutor,
+    TrustAnchor,
+    Welcome,
+)
 from genie.model.job import Job, JobKind, JobSpec, JobState, Placement, Resources, Workdir
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
@@ -30,23 +41,18 @@ from genie.model.messages import (
     UNAUTHENTICATED_REQUESTS,
     BlobChunk,
     CancelJob,
-    Certificate,
     ConfirmLaunch,
     DeviceReply,
     Done,
     Endpoint,
     ExecutorReady,
     ExitReport,
-    FetchTrust,
     GetBlob,
     GetStatus,
     Heartbeat,
     HeartbeatAck,
-    Hello,
     JobOrder,
     JobReply,
-    Join,
-    Joined,
     Kill,
     Launch,
     ListNodes,
@@ -58,14 +64,10 @@ from genie.model.messages import (
     ReadLog,
     Register,
     Registered,
-    RenewCertificate,
     SessionEnd,
     SessionHeartbeat,
-    SignExecutor,
     StatusReply,
-    TrustAnchor,
     WaitDevice,
-    Welcome,
 )
 from genie.model.node import NodeInfo
 from genie.model.tenant import DEFAULT_TENANT, TokenKind

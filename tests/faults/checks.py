@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from genie.controller.election import LEADER_KEY
-from genie.controller.ledger import COUNTER_KEY_PREFIX, EPOCH_COUNTER, Counter
+from genie.controller.ledger import COUNTER_KEY_PREFIX, EPOCH_COUNTER
+from genie.controller.rows import Counter
 from genie.model.allocation import FULL_MILLI, NodeHolds
 from genie.model.job import ALLOWED_TRANSITIONS, Job, JobState, StopReason
 from tests.faults.store_history import Revision

@@ -19,18 +19,17 @@ from genie.errors import (
     OverloadedError,
     ProtocolError,
 )
+from genie.model.handshake_messages import FetchTrust, TrustAnchor
 from genie.model.messages import (
     AGENT_REQUESTS,
     CancelJob,
     Done,
-    FetchTrust,
     GetJob,
     Kill,
     LogChunk,
     Message,
     ReadLog,
     Request,
-    TrustAnchor,
 )
 from genie.runtime import network, rpc, wire
 from genie.runtime.network import Channel, TcpNetwork

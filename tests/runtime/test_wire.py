@@ -17,11 +17,11 @@ from genie.errors import (
     ProtocolError,
     VersionError,
 )
+from genie.model.handshake_messages import Hello
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
     GetJob,
     Heartbeat,
-    Hello,
     JobReply,
     RunningJob,
     SubmitJob,

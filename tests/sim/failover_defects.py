@@ -14,11 +14,13 @@ from genie.controller.backups import restore
 from genie.controller.connection import Connection
 from genie.controller.election import Election
 from genie.controller.jobs.submission import JobSubmission
-from genie.controller.ledger import ClusterRecord, Ledger, _WriteBatch
+from genie.controller.ledger import Ledger, _WriteBatch
 from genie.controller.nodes.membership import Membership
 from genie.controller.requests.service import RequestService
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Compare, Delete, Put
-from genie.model.messages import ExitReport, HeartbeatAck, Hello, Welcome
+from genie.model.handshake_messages import Hello, Welcome
+from genie.model.messages import ExitReport, HeartbeatAck
 from tests.sim.defect import Defect
 
 # -- leases and terms -------------------------------------------------------------------------------

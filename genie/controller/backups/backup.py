@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from genie.controller.backups.backup_file import BackupHeader, BackupWriter, encode_rows
-from genie.controller.ledger import ClusterRecord, read_cluster_record
+from genie.controller.ledger import read_cluster_record
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Snapshot, SnapshotStore, Store
 from genie.errors import BackupError, CompactedError
 from genie.processes.clock import Clock

@@ -27,11 +27,10 @@ from genie.controller.ledger import (
     COUNTER_KEY_PREFIX,
     EPOCH_COUNTER,
     RESTORE_MARK_KEY,
-    ClusterRecord,
-    Counter,
     read_cluster_record,
 )
 from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX
+from genie.controller.rows import ClusterRecord, Counter
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError, VersionError
 from genie.model.fencing import GENERATION_MAX

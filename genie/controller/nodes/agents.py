@@ -25,11 +25,12 @@ from genie.controller.jobs.launches import JobLaunches
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX, JobLifecycle, LostWorker
 from genie.controller.jobs.outcomes import failed_because_of_node, is_current_placement, stopping_reason
 from genie.controller.jobs.sessions import Sessions
-from genie.controller.ledger import Ledger, NodeRecord, Transaction
+from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.run_times import RunTimes
+from genie.controller.rows import NodeRecord
 from genie.errors import (
     FencedError,
     GenieError,

@@ -16,7 +16,8 @@ from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.lifecycle import JobLifecycle
 from genie.controller.jobs.outcomes import reason_of_move, requeue_reason
-from genie.controller.ledger import Ledger, NodeRecord, Transaction
+from genie.controller.ledger import Ledger, Transaction
+from genie.controller.rows import NodeRecord
 from genie.errors import NodeNotFoundError, UsageError
 from genie.model.job import Job, JobKind, JobState, StopReason, parse_worker_name
 from genie.model.messages import Done, DrainNode, DrainStarted, EmptyNode, UndrainNode

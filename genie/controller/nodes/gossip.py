@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from genie.controller.connection import Connection, Handlers
-from genie.controller.ledger import ClusterRecord, Ledger, Transaction, read_cluster_record
+from genie.controller.ledger import Ledger, Transaction, read_cluster_record
 from genie.controller.nodes import gossip_keys
 from genie.controller.nodes.admission import Certificates
 from genie.controller.nodes.membership import Membership
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Store
 from genie.model.member import MemberRole, MemberState
 from genie.model.messages import GetGossipSettings, GossipSettings, MembersReply

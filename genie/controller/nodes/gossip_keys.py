@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from genie.controller.ledger import ClusterRecord
+from genie.controller.rows import ClusterRecord
 
 KEY_CHANGE_STEP_S = 60.0
 """Longer than several intervals in which members read the settings (runtime/gossip/participant.py)."""

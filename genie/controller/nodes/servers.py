@@ -12,7 +12,7 @@ from genie.controller.nodes.admission import Certificates
 from genie.controller.server_credentials_handover import ServerCredentials
 from genie.controller.tokens import TokenRegistry
 from genie.errors import UsageError
-from genie.model.messages import JoinServer, ServerJoined
+from genie.model.handshake_messages import JoinServer, ServerJoined
 from genie.model.tenant import TokenKind
 from genie.processes.clock import Clock
 from genie.tenancy.access import check_unused, mark_used

@@ -34,6 +34,19 @@ from genie.errors import (
     TokenRefusedError,
 )
 from genie.model.failover import HELLO_READY_TIMEOUT_S
+from genie.model.handshake_messages import (
+    Certificate,
+    FetchTrust,
+    Hello,
+    Join,
+    Joined,
+    RecoverCertificate,
+    RenewCertificate,
+    ServerHello,
+    SignExecutor,
+    TrustAnchor,
+    Welcome,
+)
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
@@ -42,26 +55,15 @@ from genie.model.messages import (
     NOT_FORWARDED_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
     AgedReply,
-    Certificate,
     Done,
-    FetchTrust,
     ForwardedReply,
     ForwardedRequest,
     GetGossipSettings,
     GetStatus,
     Heartbeat,
-    Hello,
-    Join,
-    Joined,
     ListMembers,
     Message,
-    RecoverCertificate,
-    RenewCertificate,
-    ServerHello,
-    SignExecutor,
     StatusReply,
-    TrustAnchor,
-    Welcome,
 )
 from genie.model.names import validate_name
 from genie.model.release import check_releases_work_together

@@ -13,7 +13,7 @@ import msgspec
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.connection import Connection, Handlers
 from genie.controller.jobs.catalog import JobCatalog
-from genie.controller.ledger import LedgerTables, NodeRecord
+from genie.controller.ledger import LedgerTables
 from genie.controller.nodes.snapshots import NodeSnapshot
 from genie.controller.requests.jobs import JobReads
 from genie.controller.requests.nodes import NodeList, NodeRequests
@@ -21,6 +21,7 @@ from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.requests.queue import QueueRequests
 from genie.controller.requests.quotas import make_quotas_reply
 from genie.controller.requests.reply_size import truncate_to_reply
+from genie.controller.rows import NodeRecord
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.tokens import check_token_not_revoked, token_records_after
 from genie.model.messages import (

@@ -13,7 +13,7 @@ import pytest
 
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.controller_directory import check_directory_not_copied
-from genie.controller.ledger import ClusterRecord
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import DuplicateControllerError

@@ -23,8 +23,8 @@ from genie.controller.backups.backup import (
 )
 from genie.controller.backups.backup_file import BackupHeader, BackupReader
 from genie.controller.election import LEADER_KEY
-from genie.controller.ledger import ClusterRecord
 from genie.controller.requests.backups import IDLE_TIMEOUT_S
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import BackupError, CompactedError, OverloadedError, PermissionError_

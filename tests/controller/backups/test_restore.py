@@ -13,7 +13,8 @@ import pytest
 from genie.controller.backups.backup import open_store_backup_source, write_backup
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.backups.restore import RestoreResult, next_generation, restore_backup
-from genie.controller.ledger import ClusterRecord, Counter, read_cluster_record
+from genie.controller.ledger import read_cluster_record
+from genie.controller.rows import ClusterRecord, Counter
 from genie.controller.store import Put, Store, TxnResult
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX

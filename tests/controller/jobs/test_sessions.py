@@ -14,6 +14,7 @@ from genie.config import ControllerConfig
 from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.sessions import LEASE_S_MIN, lease_duration_s
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, NodeNotFoundError
+from genie.model.handshake_messages import SignExecutor
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobState
 from genie.model.messages import (
     DeviceReply,
@@ -25,7 +26,6 @@ from genie.model.messages import (
     RunningJob,
     SessionEnd,
     SessionHeartbeat,
-    SignExecutor,
     WaitDevice,
 )
 from genie.model.node import Vendor

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.ledger import ClusterRecord
 from genie.controller.locks import lock_table, waiters
 from genie.controller.locks.lock_table import LockTable
+from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.ledger import NodeRecord
+from genie.controller.rows import NodeRecord
 from genie.errors import FencedError, GenieError, PermissionError_, UsageError, WorkersMissingError
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, Heartbeat, Launch, ListNodes, RunningJob

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.ledger import NodeRecord
 from genie.controller.nodes import drains
+from genie.controller.rows import NodeRecord
 from genie.errors import GenieError, NodeNotFoundError, UsageError
 from genie.model.job import Job, JobSpec, JobState, StopReason
 from genie.model.messages import (

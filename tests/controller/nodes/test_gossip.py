@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from genie.controller.election import LEADER_KEY
-from genie.controller.ledger import ClusterRecord
 from genie.controller.nodes import gossip_keys
 from genie.controller.nodes.gossip_keys import KEY_CHANGE_STEP_S
+from genie.controller.rows import ClusterRecord
 from genie.errors import PermissionError_
 from genie.model.member import MemberRole, MemberState
 from genie.model.messages import GetGossipSettings, ListMembers, RemoveNode

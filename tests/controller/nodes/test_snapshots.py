@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.config import ControllerConfig
-from genie.controller.ledger import Ledger, LedgerTable, NodeRecord
+from genie.controller.ledger import Ledger, LedgerTable
 from genie.controller.nodes.faults import NodeFaults
 from genie.controller.nodes.membership import Membership
 from genie.controller.nodes.snapshots import NodeSnapshot, NodeSnapshots
+from genie.controller.rows import NodeRecord
 from genie.model.node import NodeStatus
 from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock

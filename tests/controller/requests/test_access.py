@@ -26,21 +26,18 @@ from genie.errors import (
     TransportError,
     UsageError,
 )
+from genie.model.handshake_messages import Hello, Join, RenewCertificate, SignExecutor
 from genie.model.job import JobState
 from genie.model.messages import (
     CancelJob,
     CreateToken,
     GetJob,
     GetStatus,
-    Hello,
-    Join,
     ListJobs,
     ListNodes,
     ListTokens,
     ReadLog,
-    RenewCertificate,
     RevokeToken,
-    SignExecutor,
 )
 from genie.model.release import ProtocolVersions
 from genie.model.tenant import TokenKind

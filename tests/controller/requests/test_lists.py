@@ -8,8 +8,9 @@ import msgspec
 
 from genie.cluster.client import ClusterClient
 from genie.config import WorkdirConfig
-from genie.controller.ledger import Ledger, NodeRecord, Transaction
+from genie.controller.ledger import Ledger, Transaction
 from genie.controller.requests.reply_size import truncate_to_reply
+from genie.controller.rows import NodeRecord
 from genie.model.messages import ListTokens
 from genie.model.tenant import TokenKind, TokenRecord
 from genie.runtime.controller_connection import open_controller_connection

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from genie.controller.ledger import TABLES_AGE_S_MAX, NodeRecord
+from genie.controller.ledger import TABLES_AGE_S_MAX
+from genie.controller.rows import NodeRecord
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.store import Delete, Put, RangeResult
 from genie.errors import NotLeaderError

@@ -19,6 +19,7 @@ from genie.errors import (
     TokenMissingError,
     TokenRefusedError,
 )
+from genie.model.handshake_messages import ServerHello
 from genie.model.job import JobState
 from genie.model.messages import (
     AgedReply,
@@ -37,7 +38,6 @@ from genie.model.messages import (
     ReadLog,
     Request,
     RevokeToken,
-    ServerHello,
     SessionHeartbeat,
     SetQuota,
 )
