@@ -319,7 +319,7 @@ class Journal:
         try:
             os.rename(directory, self.jobs_dir / name)  # noqa: PTH104 - moves a link itself, not its target
         except OSError as error:
-            _log.warning("could not move the old directory %s: %s", directory, error.strerror)
+            _log.warning("could not rename %s for removal: %s", directory, error.strerror)
             return None
         self.has_discarded_directories = True
         return self.jobs_dir / name

@@ -162,7 +162,7 @@ class Connections:
             >= limits.authenticated_max
         ):
             raise OverloadedError(
-                f"the limit of {limits.authenticated_max} connections is reached",
+                f"the limit of {limits.authenticated_max} connections of users and nodes is reached",
                 retry_after_s=_CONNECTION_RETRY_AFTER_S,
             )
 

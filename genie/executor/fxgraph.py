@@ -340,7 +340,7 @@ class _FxGraphBuilder:
             case ("list", items):
                 return [self._to_fx_argument(item) for item in items]
             case ("value", value):
-                _check_safe_strings(value)
+                _check_strings_can_be_compiled(value)
                 return value
         raise OpRefusedError("an op uses its own generator")
 
@@ -492,11 +492,11 @@ class _ScalarConstant:
     is_wrapped_number: bool
 
 
-def _check_safe_strings(value: object) -> None:
+def _check_strings_can_be_compiled(value: object) -> None:
     """Inductor copies strings into generated source code: allow only letters, digits and _."""
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str) and not _SAFE_STRING_ARGUMENT.fullmatch(each):
-            raise OpRefusedError("a string argument has characters other than letters, digits and _")
+            raise OpRefusedError("cannot compile an op with this string argument: only up to 32 letters, digits and _ are allowed")
 
 
 def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:

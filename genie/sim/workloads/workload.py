@@ -300,10 +300,10 @@ def read_openb_jobs(
 # -- nodes, load, limits ----------------------------------------------------------------------------
 
 
-def to_node_facts(trace: Iterable[TraceNode]) -> list[NodeFacts]:
+def to_node_facts(nodes: Iterable[TraceNode]) -> list[NodeFacts]:
     return [
         NodeFacts(node.name, node.cpu_milli, node.memory_mib, (GpuFacts(model=node.model),) * node.gpus)
-        for node in trace
+        for node in nodes
     ]
 
 
