@@ -496,7 +496,9 @@ def _check_strings_can_be_compiled(value: object) -> None:
     """Inductor copies strings into generated source code: allow only letters, digits and _."""
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str) and not _SAFE_STRING_ARGUMENT.fullmatch(each):
-            raise OpRefusedError("cannot compile an op with this string argument: only up to 32 letters, digits and _ are allowed")
+            raise OpRefusedError(
+                "cannot compile an op with this string argument: only up to 32 letters, digits and _ are allowed"
+            )
 
 
 def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
