@@ -497,7 +497,7 @@ def _check_strings_can_be_compiled(value: object) -> None:
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str) and not _SAFE_STRING_ARGUMENT.fullmatch(each):
             raise OpRefusedError(
-                "cannot compile an op with this string argument: only up to 32 letters, digits and _ are allowed"
+                "cannot compile an op with this string argument: it may have up to 32 letters, digits and _"
             )
 
 
