@@ -66,6 +66,7 @@ class LedgerSetup:
             random_bytes=self._bytes,
             notifier=ChangeNotifier(clock),
             wake=lambda: None,
+            describe_unresponsive_node=lambda job: "",
             placer=self.placer if at_once else NoOpPlacer(),
             backoff=LaunchBackoff(clock),
         )

@@ -9,7 +9,7 @@ import pytest
 
 from genie.controller.store import RangeResult
 from genie.errors import NotLeaderError, StoreFullError, StoreUnavailableError
-from genie.model.job import JobSpec, JobState
+from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import CancelJob, ListJobs, ListTokens, SubmitJob
 from genie.model.node import NodeStatus
 from genie.runtime.credentials import connect_authenticated
@@ -79,7 +79,13 @@ async def test_new_term_restarts_the_timeouts_of_all_nodes(tmp_path: Path) -> No
         async with one.client() as owner, agent.connected(one.network, access):
             await agent.register()
             await agent.beat()
-            job = await owner.submit(gpus=1)
+            spec = JobSpec(
+                name="train",
+                command=("true",),
+                resources=Resources(gpus=1),
+                constraints=PlacementConstraints(preemptible=True),
+            )
+            job = await owner.submit_spec(spec)
             await agent.start_next()
             await clock.advance(12.0)
         await one.restart()
@@ -92,11 +98,11 @@ async def test_new_term_restarts_the_timeouts_of_all_nodes(tmp_path: Path) -> No
             await clock.advance(12.0)
             assert (await owner.job(job.job_id)).state is JobState.RUNNING
 
-            async def lost() -> bool:
+            async def is_queued_again() -> bool:
                 await clock.advance(0.5)
-                return (await owner.job(job.job_id)).state is JobState.LOST
+                return (await owner.job(job.job_id)).state is JobState.QUEUED
 
-            await until(lost)
+            await until(is_queued_again)
 
 
 async def test_reads_and_running_jobs_continue_without_the_store(

@@ -45,6 +45,7 @@ from genie.model.node import NodeStatus
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.runtime import rpc, wire
 from genie.tenancy.access import parse_token
+from genie.version import __version__
 from tests.controller.running_controller import CALL_S, Client, RunningController
 from tests.controller.standby.controllers_on_etcd import LeaderAndStandby, run_leader_and_standby
 from tests.fakes.agent import make_node_info
@@ -307,7 +308,7 @@ async def server_connection(one: RunningController) -> AsyncIterator[rpc.Peer]:
     assert one.controller is not None
     client_tls = one.controller._certificates.client_tls(one.state_dir / "controller")
     async with rpc.dial(one.network, "127.0.0.1", one.port, tls=client_tls, timeout_s=CALL_S) as peer:
-        await peer.call(ServerHello(name="test", version="0"), timeout_s=CALL_S)
+        await peer.call(ServerHello(name="test", version=__version__), timeout_s=CALL_S)
         yield peer
 
 
