@@ -183,8 +183,10 @@ def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
-    """A worker repeats its request at a constant rate while the store is unavailable."""
+    """A worker repeats its request at a constant rate while the store is unavailable, and the controller names
+    no retry time."""
     patch.setattr("genie.agent.jobs.LEADER_CALL_BACKOFF_S_MAX", 0.2)
+    patch.setattr("genie.controller.requests.service.STORE_RETRY_AFTER_S", 0.0)
 
 
 # -- terms ------------------------------------------------------------------------------------------
@@ -473,7 +475,7 @@ DEFECTS = {
         _plant_tokens_of_one_term, "locks", ("restart_controller",), (0,), "was granted with token"
     ),
     "lease that counts from the reply": Defect(
-        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (2, 3, 6), "was taken from"
+        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (8, 15, 19), "was taken from"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
