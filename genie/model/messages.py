@@ -731,6 +731,11 @@ NOT_FORWARDED_REQUESTS = (
     OpenBackup,
     ReadBackup,
     CloseBackup,
+    AcquireLock,
+    RenewLock,
+    ReleaseLock,
+    # Each controller answers it with what gossip reports to it.
+    ListMembers,
 )
 FORWARDED_REQUESTS = tuple(
     kind for kind in (*USER_REQUESTS, *OWNER_REQUESTS) if kind not in NOT_FORWARDED_REQUESTS

@@ -432,7 +432,7 @@ DEFECTS = {
         _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
     ),
     "retries without backoff": Defect(
-        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (3, 23), "requests in"
+        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (45, 82, 89), "requests in"
     ),
     "lease not renewed while loading": Defect(
         _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (1, 7), "no controller has led"
@@ -499,7 +499,7 @@ DEFECTS = {
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
     ),
     "strict replies": Defect(
-        _plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "could not be read"
+        _plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "unknown field"
     ),
     **FAILOVER_DEFECTS,
 }

@@ -96,7 +96,7 @@ def test_faults_with_two_controllers_cause_no_overallocation(seed: int, tmp_path
     assert loop.run_simulated(_run_scenario(seed, tmp_path, controllers=2)).violations == []
 
 
-@pytest.mark.parametrize("seed", seed_parameters([300], long=[301, 302]))
+@pytest.mark.parametrize("seed", seed_parameters([303], long=[301, 302]))
 def test_jobs_that_cannot_be_restarted_survive_outages_and_restartable_jobs_run_again(
     seed: int, tmp_path: Path
 ) -> None:
