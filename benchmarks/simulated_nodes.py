@@ -21,7 +21,6 @@ from placement_roles import make_node_info
 from genie.config import ControllerConfig
 from genie.controller.controller import Controller
 from genie.errors import FencedError
-from genie.model.handshake_messages import Join
 from genie.model.job import JobSpec, Resources
 from genie.model.messages import (
     AGENT_REQUESTS,
@@ -36,6 +35,7 @@ from genie.model.messages import (
     RunningJob,
     SubmitJob,
 )
+from genie.model.messages.handshake import Join
 from genie.model.node import NodeInfo
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls

@@ -43,7 +43,7 @@ class NextRelease:
             "import msgspec\n",
             "from typing import Annotated\n\nimport msgspec\n\nfrom genie.model.release import since\n",
         )
-        for module in ("model/messages.py", "model/node.py"):
+        for module in ("model/messages/__init__.py", "model/messages/handshake.py", "model/node.py"):
             path = folder / "genie" / module
             changed, count = _DESCRIPTIONS.subn(lambda found: found[0] + _ADDED_FIELD, path.read_text())
             assert count, f"{module} has no replies, reports or descriptions"

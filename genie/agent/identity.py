@@ -11,7 +11,7 @@ from pathlib import Path
 from genie.agent.journal import LEADER_TOKEN_FILE
 from genie.agent.leader_connection import LeaderConnection
 from genie.errors import ConfigError, TlsError, TokenMissingError, UsageError
-from genie.model.handshake_messages import RecoverCertificate, RenewCertificate
+from genie.model.messages.handshake import RecoverCertificate, RenewCertificate
 from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.processes import files
 from genie.processes.tasks import Offload

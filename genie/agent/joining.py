@@ -7,7 +7,7 @@ from pathlib import Path
 
 from genie.agent.identity import AGENTS_DIR, write_identity
 from genie.errors import ProtocolError, TokenRefusedError
-from genie.model.handshake_messages import Join
+from genie.model.messages.handshake import Join
 from genie.model.names import address_text, validate_node_id
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls

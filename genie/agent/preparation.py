@@ -18,9 +18,9 @@ from genie.agent import job_files
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
-from genie.model.handshake_messages import SignExecutor
 from genie.model.job import JobKind, Workdir, parse_worker_name
 from genie.model.messages import GetBlob, Launch, Message, Request
+from genie.model.messages.handshake import SignExecutor
 from genie.model.node import GPUInfo, NodeInfo, Vendor
 from genie.processes import executor_config, files, workdir
 from genie.processes.tasks import Offload

@@ -24,7 +24,6 @@ from genie.config import Settings, WorkdirConfig
 from genie.errors import DeadlineError, OverloadedError, UnreachableError, WorkdirError
 from genie.model.job import FINAL_STATES, Job, JobSpec, JobState, Workdir
 from genie.model.limits import LIST_MAX
-from genie.model.lock_messages import BreakLock, ListLocks, LockBroken, LocksReply
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
     WAIT_S_MAX,
@@ -65,6 +64,7 @@ from genie.model.messages import (
     TokenCreated,
     UndrainNode,
 )
+from genie.model.messages.locks import BreakLock, ListLocks, LockBroken, LocksReply
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
 from genie.runtime.network import Network, TcpNetwork

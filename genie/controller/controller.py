@@ -30,9 +30,10 @@ from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, Transaction, read_cluster_record
+from genie.controller.local_access_files import LocalAccessFiles
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
-from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
+from genie.controller.nodes.admission import Admission, Certificates, advertised_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
@@ -42,6 +43,7 @@ from genie.controller.nodes.orders import AgentOrders
 from genie.controller.nodes.releases import ServerReleases
 from genie.controller.nodes.servers import ServerAdmission
 from genie.controller.nodes.snapshots import NodeSnapshots
+from genie.controller.nodes.status_log import NodeStatusLog
 from genie.controller.nodes.unresponsive import UnresponsiveNodes
 from genie.controller.periodic_steps import PeriodicStepRunner
 from genie.controller.placement.launch_queue import LaunchQueue
@@ -74,13 +76,11 @@ from genie.errors import (
     LeadershipError,
     ReleaseSkewError,
     StoreError,
-    StoreFullError,
     TlsError,
 )
 from genie.model.failover import campaign_interval_s
 from genie.model.job import StopReason
 from genie.model.names import address_text
-from genie.model.node import NodeStatus
 from genie.processes import files, memory
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_open_file_limit
@@ -90,7 +90,6 @@ from genie.runtime.connection_limits import (
     ConnectionLimits,
     open_file_limit_for,
 )
-from genie.runtime.credentials import LocalCluster, store_trusted_ca
 from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -143,28 +142,22 @@ class Controller:
         self._pass_wake_event = asyncio.Event()
         self._ready_event = asyncio.Event()
         self._tick_interval_s = min(_TICK_INTERVAL_S_MAX, config.node_suspect_s / 4)
-        self._are_local_cluster_files_written = False
-        self._local_cluster_files_alarm = ""
         self._controller_addresses: tuple[str, ...] = ()
-        self._logged_node_statuses: dict[str, NodeStatus] = {}
+        self._node_status_log = NodeStatusLog()
         self._next_tick_s = 0.0
         self._has_term_begun = False
         self.port = 0
         self._certificates = Certificates.open(self._controller_dir, config, clock=clock)
         self._store_health = StoreHealth()
-        self._election = Election(
-            store,
-            clock=clock,
-            name=name,
-            ttl_s=config.leader_ttl_s,
-            health=self._store_health,
-            instance=instance,
-        )
+        self._election = self._make_election(instance)
         files_max = get_open_file_limit()
         self._open_files_alarm = _open_file_limit_alarm(files_max)
         self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
+        self._local_access_files = LocalAccessFiles(
+            config, self._ledger, self._certificates, state_dir=state_dir
+        )
         self._locks = LockTable(self._ledger, self._election, clock=clock)
         self._server_releases = ServerReleases(
             store, name=name, clock=clock, set_cluster_release=self._ledger.set_cluster_release
@@ -177,6 +170,16 @@ class Controller:
         self._build_node_services()
         self._gossip = self._build_gossip(gossip, server_port=gossip_port)
         self._request_service = self._build_request_service(self._build_request_handlers(offload))
+
+    def _make_election(self, instance: str) -> Election:
+        return Election(
+            self._store,
+            clock=self._clock,
+            name=self._name,
+            ttl_s=self._config.leader_ttl_s,
+            health=self._store_health,
+            instance=instance,
+        )
 
     def _build_scheduling_services(self) -> None:
         config, clock = self._config, self._clock
@@ -297,17 +300,7 @@ class Controller:
         return [
             self._agents.handlers(),
             self._drains.handlers(),
-            JobRequests(
-                jobs.catalog,
-                jobs.submission,
-                jobs.lifecycle,
-                planner,
-                blobs,
-                replication,
-                election,
-                offload=offload,
-                kill=kill,
-            ).handlers(),
+            self._build_job_requests(blobs, replication, offload).handlers(),
             JobReads(jobs.catalog, waits=waits, check_readable=check_readable).handlers(),
             BlobRequests(
                 blobs,
@@ -348,6 +341,21 @@ class Controller:
             self._gossip.handlers(),
             MemberRequests(self._gossip.members_reply).handlers(),
         ]
+
+    def _build_job_requests(
+        self, blobs: BlobStorage, replication: BlobReplication, offload: Offload
+    ) -> JobRequests:
+        return JobRequests(
+            self._jobs.catalog,
+            self._jobs.submission,
+            self._jobs.lifecycle,
+            self._planner,
+            blobs,
+            replication,
+            self._election,
+            offload=offload,
+            kill=self._agents.send_kills,
+        )
 
     def _build_server_admission(self) -> ServerAdmission:
         return ServerAdmission(
@@ -451,7 +459,7 @@ class Controller:
 
     def _alarms(self) -> list[str]:
         """What the owner should look at, in words."""
-        file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_cluster_files_alarm) if alarm]
+        file_alarms = [alarm for alarm in (self._open_files_alarm, self._local_access_files.alarm) if alarm]
         nodes = (node.info for node in self._node_snapshots.current_snapshots().values())
         return [
             *file_alarms,
@@ -548,7 +556,7 @@ class Controller:
             if self._store_health.is_ok and other is not None and other.name != self._name:
                 self._ledger.mark_outdated()
                 self._standby_requests.follow(other.address)
-                await self._try_write_local_cluster_files()
+                await self._write_local_access_files()
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
@@ -641,29 +649,8 @@ class Controller:
 
         await self._ledger.write(build)
 
-    async def _try_write_local_cluster_files(self) -> None:
-        """Write the files by which commands on this machine find the cluster, once. A failure affects only
-        these commands."""
-        if self._are_local_cluster_files_written:
-            return
-        try:
-            self._write_local_cluster_files()
-        except StoreFullError as error:
-            if not self._local_cluster_files_alarm:
-                _log.error("commands on this machine may not find the cluster: %s", error)
-            self._local_cluster_files_alarm = (
-                f"commands on this machine may not find the cluster: {error.message}"
-            )
-        else:
-            self._local_cluster_files_alarm, self._are_local_cluster_files_written = "", True
-
-    def _write_local_cluster_files(self) -> None:
-        record = self._ledger.cluster.get("")
-        host = local_host(self._config)
-        local = LocalCluster(host=host, port=self.port, cluster_id=record.cluster_id if record else "")
-        if self._certificates.are_enabled:
-            store_trusted_ca(self._certificates.ca_pem, state_dir=self._state_dir)
-        local.write(self._state_dir)
+    async def _write_local_access_files(self) -> None:
+        self._local_access_files.try_write(port=self.port)
 
     async def _lead_one_term(self) -> bool:
         """Lead until the lease is lost; False if the term could not begin. The lease is renewed from the
@@ -681,7 +668,7 @@ class Controller:
             return
         self._has_term_begun = True
         self._standby_requests.stop_following()
-        await self._try_write_local_cluster_files()
+        await self._write_local_access_files()
         self._ready_event.set()
         self._next_tick_s = 0.0
         async with asyncio.TaskGroup() as group:
@@ -757,7 +744,7 @@ class Controller:
                 "reading the releases of the servers": self._server_releases.refresh,
                 "announcing the release of this server": self._announce_release,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,
-                "writing the files of this cluster": self._try_write_local_cluster_files,
+                "writing the files of this cluster": self._write_local_access_files,
                 "closing abandoned backups": self._backup_requests.close_if_idle,
                 "changing the key of gossip": self._gossip.change_key_if_due,
                 "returning memory": self._return_freed_memory_to_system,
@@ -782,13 +769,8 @@ class Controller:
         await self._offload(memory.trim_heap)
 
     async def _log_node_statuses(self) -> None:
-        for node in self._node_snapshots.current_snapshots().values():
-            self._log_node_status(node.node_id, node.info.status, node.info.status_reason)
-
-    def _log_node_status(self, node_id: str, status: NodeStatus, reason: str) -> None:
-        if self._logged_node_statuses.get(node_id) != status:
-            self._logged_node_statuses[node_id] = status
-            _log.info("node %s is %s%s", node_id, status, f": {reason}" if reason else "")
+        nodes = self._node_snapshots.current_snapshots().values()
+        self._node_status_log.log_changes(node.info for node in nodes)
 
 
 def _open_file_limit_alarm(files_max: int) -> str:

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from genie.errors import OverloadedError
-from genie.model.handshake_messages import Hello
 from genie.model.limits import LIST_MAX
-from genie.model.lock_messages import ListLocks
 from genie.model.messages import (
     CancelJob,
     ExplainJob,
@@ -36,6 +34,8 @@ from genie.model.messages import (
     SessionHeartbeat,
     SubmitJob,
 )
+from genie.model.messages.handshake import Hello
+from genie.model.messages.locks import ListLocks
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 from genie.tenancy.rate_limits import RateLimit

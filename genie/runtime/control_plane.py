@@ -2,7 +2,7 @@
 
 `ControlDataIntegration` is the interface of `state.control_integration`; controller_connection.py implements
 it with a connection that reconnects. Programs without a session use `genie.cluster.open_client`. The
-messages are in model/messages.py; tensors use the data plane (data_plane.py).
+messages are in model/messages/; tensors use the data plane (data_plane.py).
 """
 
 from __future__ import annotations

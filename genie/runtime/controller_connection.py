@@ -27,8 +27,8 @@ from genie.errors import (
     ReplyLostError,
     StoreUnavailableError,
 )
-from genie.model.handshake_messages import Welcome
 from genie.model.messages import AgedReply, ListNodes, Message, NodesReply, NodeView, Request
+from genie.model.messages.handshake import Welcome
 from genie.model.names import address_text
 from genie.processes.tasks import unwrapped_task_group
 from genie.runtime import rpc

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from genie.config import ClusterConfig
 from genie.errors import ConfigError, GenieError, TlsError, TokenMissingError, TokenRefusedError, UsageError
-from genie.model.handshake_messages import FetchTrust, Hello, Welcome
 from genie.model.messages import Message
+from genie.model.messages.handshake import FetchTrust, Hello, Welcome
 from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.release import check_releases_work_together
 from genie.model.tenant import TokenKind

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from genie.errors import UsageError
 from genie.scheduler.placement.protocol import Placer, TypicalShape
-from genie.sim.go_random import GoRandom
+from genie.sim.workloads.go_random import GoRandom
 from genie.sim.workloads.traces import TracePod, Workload
 
 FINAL_REQUESTED_PCT = 130.0

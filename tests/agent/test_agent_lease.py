@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import LaunchError, NodeRemovedError, StoreUnavailableError
-from genie.model.handshake_messages import Hello
+from genie.model.messages.handshake import Hello
 from tests.agent.conftest import STAY, WRITE_PID, RunAgent, wait_for_job_process
 from tests.fakes.controller import FakeController
 from tests.waiting import until

@@ -15,8 +15,8 @@ from genie.agent.identity import find_node_dir, read_identity, renew_certificate
 from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher
 from genie.errors import CertificateExpiredError, ConnectionLostError, GenieError, TlsError, TokenRefusedError
-from genie.model.handshake_messages import RecoverCertificate
 from genie.model.messages import ListNodes, RevokeToken
+from genie.model.messages.handshake import RecoverCertificate
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import run_inline

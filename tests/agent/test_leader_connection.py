@@ -23,8 +23,8 @@ from genie.errors import (
     ProtocolError,
     TokenRefusedError,
 )
-from genie.model.handshake_messages import Hello, Welcome
 from genie.model.messages import GetStatus, Message
+from genie.model.messages.handshake import Hello, Welcome
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime import rpc, tls

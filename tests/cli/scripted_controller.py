@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from genie.model.handshake_messages import Hello
 from genie.model.messages import Message
+from genie.model.messages.handshake import Hello
 from genie.model.tenant import TokenKind
 from genie.tenancy.access import NO_PIN, Token, new_token
 from tests.fakes.controller import OWNER_TOKEN, ThreadedController

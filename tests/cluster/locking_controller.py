@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from genie.cluster.lifecycle.loop_thread import LoopThread
-from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, LockView
+from genie.model.messages.locks import AcquireLock, BreakLock, ListLocks, LockView
 from tests.controller.running_controller import RunningController, running_controller
 from tests.waiting import TIMEOUT_S
 

@@ -15,7 +15,6 @@ from genie.config import ControllerConfig
 from genie.controller.controller import Controller
 from genie.controller.store import Store
 from genie.controller.store.sqlite import SqliteStore
-from genie.model.handshake_messages import Join
 from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import (
     CreateToken,
@@ -28,6 +27,7 @@ from genie.model.messages import (
     StatusReply,
     SubmitJob,
 )
+from genie.model.messages.handshake import Join
 from genie.model.node import NodeInfo
 from genie.model.tenant import TokenKind
 from genie.processes.clock import Clock, SystemClock

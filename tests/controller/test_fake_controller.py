@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from genie.errors import ProtocolError, TokenMissingError, TokenRefusedError
-from genie.model.handshake_messages import FetchTrust, Hello
 from genie.model.messages import Done, GetStatus, ListNodes, SessionEnd, SessionHeartbeat
+from genie.model.messages.handshake import FetchTrust, Hello
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
 from genie.runtime.network import TcpNetwork

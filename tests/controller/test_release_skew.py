@@ -22,9 +22,9 @@ from genie.errors import (
     TokenRefusedError,
     VersionError,
 )
-from genie.model.handshake_messages import Hello
 from genie.model.job import JobState
 from genie.model.messages import CancelJob
+from genie.model.messages.handshake import Hello
 from genie.model.record import Record
 from genie.model.release import OWN_RELEASE, Release, since
 from genie.model.tenant import TokenKind

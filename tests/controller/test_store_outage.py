@@ -18,8 +18,8 @@ from genie.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from genie.model.handshake_messages import Join
 from genie.model.job import JobState
+from genie.model.messages.handshake import Join
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls
 from genie.runtime.credentials import Access, connect_authenticated

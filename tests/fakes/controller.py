@@ -23,17 +23,6 @@ from typing import Self
 import genie
 from genie.errors import GenieError, ProtocolError, TokenMissingError, TokenRefusedError
 from genie.model.allocation import NodeHolds
-from genie.model.handshake_messages import (
-    Certificate,
-    FetchTrust,
-    Hello,
-    Join,
-    Joined,
-    RenewCertificate,
-    SignExecutor,
-    TrustAnchor,
-    Welcome,
-)
 from genie.model.job import Job, JobKind, JobSpec, JobState, Placement, Resources, Workdir
 from genie.model.messages import (
     CHUNK_BYTES_MAX,
@@ -68,6 +57,17 @@ from genie.model.messages import (
     SessionHeartbeat,
     StatusReply,
     WaitDevice,
+)
+from genie.model.messages.handshake import (
+    Certificate,
+    FetchTrust,
+    Hello,
+    Join,
+    Joined,
+    RenewCertificate,
+    SignExecutor,
+    TrustAnchor,
+    Welcome,
 )
 from genie.model.node import NodeInfo
 from genie.model.tenant import DEFAULT_TENANT, TokenKind

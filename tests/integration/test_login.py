@@ -10,8 +10,8 @@ import pytest
 import genie
 from genie.cluster.client import ClusterClient
 from genie.errors import TlsError, TokenRefusedError
-from genie.model.handshake_messages import Welcome
 from genie.model.messages import TokenCreated
+from genie.model.messages.handshake import Welcome
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import log_in
 from genie.runtime.logins import list_logins

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from genie.cluster.locking.lock_lease import LockLease, LockRequestSender
 from genie.errors import GenieError, LockLostError
 from genie.model.job import JobSpec, JobState, Resources
-from genie.model.lock_messages import ListLocks, LockView
 from genie.model.messages import CancelJob, GetJob, SubmitJob
+from genie.model.messages.locks import ListLocks, LockView
 from genie.processes.clock import SystemClock
 from tests.linearizability.checker import Operation
 from tests.linearizability.models import Acquire, Cancel, Expire, ReadJob, ReadLock, Release, Submit

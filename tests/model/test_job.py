@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genie.model.allocation import Hold, NodeHolds
-from genie.model.handshake_messages import Join
 from genie.model.job import (
     ALLOWED_TRANSITIONS,
     FINAL_STATES,
@@ -26,6 +25,7 @@ from genie.model.job import (
     with_state,
 )
 from genie.model.messages import NodesRuledOut, NodeView, QueuedJob
+from genie.model.messages.handshake import Join
 from genie.model.record import Record
 from tests.fakes.agent import make_node_info
 

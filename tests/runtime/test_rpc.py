@@ -19,7 +19,6 @@ from genie.errors import (
     OverloadedError,
     ProtocolError,
 )
-from genie.model.handshake_messages import FetchTrust, TrustAnchor
 from genie.model.messages import (
     AGENT_REQUESTS,
     CancelJob,
@@ -31,6 +30,7 @@ from genie.model.messages import (
     ReadLog,
     Request,
 )
+from genie.model.messages.handshake import FetchTrust, TrustAnchor
 from genie.runtime import network, rpc, wire
 from genie.runtime.network import Channel, TcpNetwork
 from tests.waiting import until

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from genie.errors import ConnectionLostError, NotLeaderError, ReplyLostError, StoreUnavailableError
-from genie.model.handshake_messages import Hello
 from genie.model.messages import CreateToken, GetStatus, ListNodes, Message, NodesReply
+from genie.model.messages.handshake import Hello
 from genie.model.tenant import TokenKind
 from genie.runtime import controller_connection, rpc
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection

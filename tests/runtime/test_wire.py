@@ -17,7 +17,6 @@ from genie.errors import (
     ProtocolError,
     VersionError,
 )
-from genie.model.handshake_messages import Hello
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
     GetJob,
@@ -27,6 +26,7 @@ from genie.model.messages import (
     SubmitJob,
     reply_type,
 )
+from genie.model.messages.handshake import Hello
 from genie.model.release import ProtocolVersions
 from genie.runtime import wire
 from genie.version import __version__

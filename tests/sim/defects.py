@@ -183,8 +183,8 @@ def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
-    """A worker repeats its request at a constant rate while the store is unavailable, and the controller names
-    no retry time."""
+    """A worker repeats its request at a constant rate while the store is unavailable; the controller names no
+    retry time."""
     patch.setattr("genie.agent.jobs.LEADER_CALL_BACKOFF_S_MAX", 0.2)
     patch.setattr("genie.controller.requests.service.STORE_RETRY_AFTER_S", 0.0)
 
@@ -498,9 +498,7 @@ DEFECTS = {
     "exits of lingering jobs": Defect(
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
     ),
-    "strict replies": Defect(
-        _plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "unknown field"
-    ),
+    "strict replies": Defect(_plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "unknown field"),
     **FAILOVER_DEFECTS,
 }
 

@@ -19,8 +19,8 @@ from genie.controller.nodes.membership import Membership
 from genie.controller.requests.service import RequestService
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Compare, Delete, Put
-from genie.model.handshake_messages import Hello, Welcome
 from genie.model.messages import ExitReport, HeartbeatAck
+from genie.model.messages.handshake import Hello, Welcome
 from tests.sim.defect import Defect
 
 # -- leases and terms -------------------------------------------------------------------------------

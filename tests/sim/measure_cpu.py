@@ -17,7 +17,7 @@ from tests.sim.run import temporary_directory
 
 _REQUESTS, _LISTS, _JOBS = 2000, 100, 4
 _ENV_BYTES = 120_000
-"""As in genie/sim/hostile.py."""
+"""As in genie/sim/faults/hostile.py."""
 
 
 async def _measure_request_costs() -> None:

@@ -1,7 +1,7 @@
 """The short scenario of the seeds: an innocent tenant runs jobs, while faults of one kind are injected.
 
 `run_seed` runs one seed and returns the violations of all invariants (genie/sim/invariants.py); the kind
-selects the faults. In the kind `hostile` nothing fails; another tenant is hostile (genie/sim/hostile.py).
+selects the faults. In the kind `hostile` nothing fails; another tenant is hostile (faults/hostile.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from genie.errors import GenieError, JobNotFoundError, JobRefusedError
 from genie.model.job import JobSpec, PlacementConstraints, Resources
 from genie.model.messages import GetJob, PutBlob, StatBlob
 from genie.runtime.connection_limits import ConnectionLimits
-from genie.sim import fault_injector, hostile, loop
+from genie.sim import loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
 from genie.sim.drain_checker import DrainChecker
+from genie.sim.faults import fault_injector, hostile
 from genie.sim.faults.restores import RestoreChecker
 from genie.sim.gossip import GossipMedium
 from genie.sim.invariants import (

@@ -15,8 +15,9 @@ import pytest
 from genie.agent import heartbeats
 from genie.agent.jobs import NodeJobs
 from genie.model.job import Job, JobState
-from genie.sim import fault_injector, loop
+from genie.sim import loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
+from genie.sim.faults import fault_injector
 from genie.sim.processes import SimLauncher
 from tests.sim.seeds import seed_parameters
 

@@ -25,8 +25,9 @@ from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Resour
 from genie.model.messages import CancelJob
 from genie.scheduler.decisions import Preempt, Start
 from genie.scheduler.request import WHOLE_GPU_MILLI
-from genie.sim import fault_injector, loop
+from genie.sim import loop
 from genie.sim.cluster import SimCluster
+from genie.sim.faults import fault_injector
 from genie.sim.invariants import InvariantChecker
 from tests.sim.seeds import seed_parameters
 

@@ -19,7 +19,7 @@ from genie.model.limits import check_command
 
 if TYPE_CHECKING:
     from genie.config import Settings
-    from genie.model.lock_messages import LockBroken, LocksReply, LockView
+    from genie.model.messages.locks import LockBroken, LocksReply, LockView
 
 _LOCK_COLUMNS = ("name", "tenant", "holder", "token", "age", "expires", "waiting")
 _LOCK_COLUMNS_DROPPED_IF_NARROW = ("age", "waiting")

@@ -19,7 +19,7 @@ from genie.model.names import address_text, parse_address, parse_endpoint
 
 if TYPE_CHECKING:
     from genie.config import Settings
-    from genie.model.handshake_messages import Welcome
+    from genie.model.messages.handshake import Welcome
 
 _LOGIN_TIMEOUT_S = 10.0
 

@@ -28,8 +28,8 @@ from genie.model.lock import (
     lock_renewal_interval_s,
     validate_lock_name,
 )
-from genie.model.lock_messages import AcquireLock, ReleaseLock, RenewLock
 from genie.model.messages import Message, Request
+from genie.model.messages.locks import AcquireLock, ReleaseLock, RenewLock
 from genie.processes.clock import Clock, SystemClock
 
 _log = logging.getLogger(__name__)

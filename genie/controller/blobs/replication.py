@@ -21,8 +21,8 @@ from functools import partial
 from genie.controller.blobs.storage import BlobStorage, split_blob_name
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.errors import AccessError, GenieError, LeadershipError, TransportError, WorkdirError
-from genie.model.handshake_messages import ServerHello
 from genie.model.messages import GetReplica, PutReplica, StatReplica
+from genie.model.messages.handshake import ServerHello
 from genie.model.names import parse_endpoint
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload

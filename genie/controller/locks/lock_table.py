@@ -24,7 +24,7 @@ from genie.controller.locks.waiters import LockWaiter, LockWaiters
 from genie.errors import LockError, LockLimitError, LockLostError, LockNotFoundError
 from genie.model.fencing import make_fencing_token
 from genie.model.lock import LockRecord
-from genie.model.lock_messages import LockView
+from genie.model.messages.locks import LockView
 from genie.model.tenant import Identity, TokenKind
 from genie.processes.clock import Clock
 

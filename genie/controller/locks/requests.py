@@ -12,7 +12,7 @@ from genie.controller.locks.waiters import LockWaiter
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.model.lock import check_lock_holder, check_lock_ttl_s, validate_lock_name
-from genie.model.lock_messages import (
+from genie.model.messages.locks import (
     AcquireLock,
     BreakLock,
     ListLocks,

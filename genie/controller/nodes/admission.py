@@ -29,9 +29,9 @@ from genie.errors import (
     UsageError,
 )
 from genie.model import failover
-from genie.model.handshake_messages import Certificate, Join, Joined, RecoverCertificate, SignExecutor
 from genie.model.job import JobKind
 from genie.model.limits import NAME_CHARS_MAX
+from genie.model.messages.handshake import Certificate, Join, Joined, RecoverCertificate, SignExecutor
 from genie.model.names import is_loopback, validate_node_id
 from genie.model.tenant import TokenKind
 from genie.processes import files

@@ -9,10 +9,10 @@ from genie.controller import server_credentials_handover
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.admission import Certificates
-from genie.controller.server_credentials_handover import ServerCredentials
+from genie.controller.nodes.server_credentials_handover import ServerCredentials
 from genie.controller.tokens import TokenRegistry
 from genie.errors import UsageError
-from genie.model.handshake_messages import JoinServer, ServerJoined
+from genie.model.messages.handshake import JoinServer, ServerJoined
 from genie.model.tenant import TokenKind
 from genie.processes.clock import Clock
 from genie.tenancy.access import check_unused, mark_used

@@ -34,19 +34,6 @@ from genie.errors import (
     TokenRefusedError,
 )
 from genie.model.failover import HELLO_READY_TIMEOUT_S
-from genie.model.handshake_messages import (
-    Certificate,
-    FetchTrust,
-    Hello,
-    Join,
-    Joined,
-    RecoverCertificate,
-    RenewCertificate,
-    ServerHello,
-    SignExecutor,
-    TrustAnchor,
-    Welcome,
-)
 from genie.model.limits import check_text
 from genie.model.messages import (
     CONTROLLER_REQUESTS,
@@ -64,6 +51,19 @@ from genie.model.messages import (
     ListMembers,
     Message,
     StatusReply,
+)
+from genie.model.messages.handshake import (
+    Certificate,
+    FetchTrust,
+    Hello,
+    Join,
+    Joined,
+    RecoverCertificate,
+    RenewCertificate,
+    ServerHello,
+    SignExecutor,
+    TrustAnchor,
+    Welcome,
 )
 from genie.model.names import validate_name
 from genie.model.release import check_releases_work_together

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.errors import DeadlineError, GenieError, NotLeaderError
-from genie.model.handshake_messages import ServerHello
+from genie.model.messages.handshake import ServerHello
 from genie.model.names import parse_endpoint
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from genie.errors import LockNotFoundError, PermissionError_
-from genie.model.lock_messages import (
+from genie.model.messages.locks import (
     AcquireLock,
     BreakLock,
     ListLocks,

@@ -12,7 +12,7 @@ import pytest
 from genie.cluster.locking.lock_lease import LockLease, make_timeout_error
 from genie.errors import DeadlineError, LockLimitError, LockLostError, NotLeaderError
 from genie.model.lock import HOLDER_LEASE_SHARE
-from genie.model.lock_messages import (
+from genie.model.messages.locks import (
     AcquireLock,
     LockGrant,
     LockReleased,

@@ -14,9 +14,9 @@ import pytest
 from genie.controller.blobs.replication import _COPY_CHECK_INTERVAL_S, BlobReplication, _PeerController
 from genie.controller.blobs.storage import BlobStorage, blob_name
 from genie.errors import GenieError, PermissionError_, StoreFullError, TlsError, WorkdirError
-from genie.model.handshake_messages import ServerHello
 from genie.model.job import Job, JobSpec, JobState, Workdir
 from genie.model.messages import CHUNK_BYTES_MAX, GetBlob, GetReplica, PutBlob, PutReplica, StatReplica
+from genie.model.messages.handshake import ServerHello
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import run_inline

@@ -14,7 +14,6 @@ from genie.config import ControllerConfig
 from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.sessions import LEASE_S_MIN, lease_duration_s
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, NodeNotFoundError
-from genie.model.handshake_messages import SignExecutor
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobState
 from genie.model.messages import (
     DeviceReply,
@@ -28,6 +27,7 @@ from genie.model.messages import (
     SessionHeartbeat,
     WaitDevice,
 )
+from genie.model.messages.handshake import SignExecutor
 from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import tls

@@ -25,7 +25,7 @@ from genie.errors import (
     PermissionError_,
     UsageError,
 )
-from genie.model.lock_messages import (
+from genie.model.messages.locks import (
     AcquireLock,
     BreakLock,
     ListLocks,

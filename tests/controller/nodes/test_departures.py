@@ -13,9 +13,9 @@ from genie.config import ControllerConfig
 from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.nodes.admission import check_failure_timeouts
 from genie.errors import ConfigError, GenieError, NodeError, NodeNotFoundError, TokenRefusedError, UsageError
-from genie.model.handshake_messages import Join
 from genie.model.job import JobState
 from genie.model.messages import DrainNode, GetStatus, ListNodes, RemoveNode, UndrainNode
+from genie.model.messages.handshake import Join
 from genie.model.node import Vendor
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc

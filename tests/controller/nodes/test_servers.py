@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
+from genie.controller.nodes.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.errors import GenieError, ProtocolError, TokenRefusedError, UsageError
-from genie.model.handshake_messages import JoinServer, ServerJoined
 from genie.model.messages import CreateToken, ListTokens, RevokeToken
+from genie.model.messages.handshake import JoinServer, ServerJoined
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc
 from genie.tenancy.access import Token, new_token, parse_token

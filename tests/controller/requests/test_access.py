@@ -26,7 +26,6 @@ from genie.errors import (
     TransportError,
     UsageError,
 )
-from genie.model.handshake_messages import Hello, Join, RenewCertificate, SignExecutor
 from genie.model.job import JobState
 from genie.model.messages import (
     CancelJob,
@@ -39,6 +38,7 @@ from genie.model.messages import (
     ReadLog,
     RevokeToken,
 )
+from genie.model.messages.handshake import Hello, Join, RenewCertificate, SignExecutor
 from genie.model.release import ProtocolVersions
 from genie.model.tenant import TokenKind
 from genie.runtime import rpc, tls, wire

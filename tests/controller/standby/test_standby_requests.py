@@ -19,7 +19,6 @@ from genie.errors import (
     TokenMissingError,
     TokenRefusedError,
 )
-from genie.model.handshake_messages import ServerHello
 from genie.model.job import JobState
 from genie.model.messages import (
     AgedReply,
@@ -41,6 +40,7 @@ from genie.model.messages import (
     SessionHeartbeat,
     SetQuota,
 )
+from genie.model.messages.handshake import ServerHello
 from genie.model.node import NodeStatus
 from genie.model.tenant import QuotaRecord, TokenKind
 from genie.runtime import rpc, wire

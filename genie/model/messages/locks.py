@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from genie.model.messages.base import Message, Request
 from genie.model.record import Facts
-from genie.model.request import Message, Request
 
 
 class LockGrant(Message, frozen=True, kw_only=True):

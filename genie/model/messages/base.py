@@ -1,5 +1,4 @@
-"""The base classes of messages. The messages are in messages.py, handshake_messages.py and
-lock_messages.py."""
+"""The base classes of messages, and the empty reply."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each request has its reply type: `class Hello(Request[Welcome])`. Requests are decoded as one tagged union per
 server (`CONTROLLER_REQUESTS`, `AGENT_REQUESTS`); anything else is rejected. Long waits are bounded polls
-(`wait_s`). The messages that begin a connection are in
-handshake_messages.py, those about locks in lock_messages.py. Framing is in runtime/wire.py.
+(`wait_s`). The messages that begin a connection are in handshake.py, those about locks in locks.py. They are
+framed by runtime/wire.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import TypeVar
 import msgspec
 
 from genie.model.allocation import NodeHolds
-from genie.model.handshake_messages import (
+from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
+from genie.model.member import Member
+from genie.model.messages.base import Done as Done
+from genie.model.messages.base import Message as Message
+from genie.model.messages.base import Report as Report
+from genie.model.messages.base import Request as Request
+from genie.model.messages.handshake import (
     FetchTrust,
     Hello,
     Join,
@@ -25,15 +31,9 @@ from genie.model.handshake_messages import (
     ServerHello,
     SignExecutor,
 )
-from genie.model.job import Job, JobSpec, JobState, Placement, PlacementConstraints, Resources
-from genie.model.lock_messages import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
-from genie.model.member import Member
+from genie.model.messages.locks import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
 from genie.model.node import NodeInfo
 from genie.model.record import Facts, Record
-from genie.model.request import Done as Done  # noqa: PLC0414
-from genie.model.request import Message as Message  # noqa: PLC0414 - exported from here as well
-from genie.model.request import Report as Report  # noqa: PLC0414
-from genie.model.request import Request as Request  # noqa: PLC0414
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from genie.errors import ProtocolError, TlsError, TokenRefusedError
-from genie.model.handshake_messages import JoinServer, ServerJoined
+from genie.model.messages.handshake import JoinServer, ServerJoined
 from genie.model.record import Record
 from genie.runtime import tls
 from genie.tenancy.access import Token, decode_base64url, encode_base64url

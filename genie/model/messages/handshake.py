@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from genie.model.request import Done, Message, Report, Request
+from genie.model.messages.base import Done, Message, Report, Request
 from genie.model.tenant import TokenKind
 
 

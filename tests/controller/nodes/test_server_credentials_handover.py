@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from genie.controller.server_credentials_handover import (
+from genie.controller.nodes.server_credentials_handover import (
     ServerCredentials,
     ServerJoinAttempt,
     encrypt_credentials,
@@ -15,7 +15,7 @@ from genie.controller.server_credentials_handover import (
     verify_join_request_signature,
 )
 from genie.errors import ProtocolError, TokenRefusedError
-from genie.model.handshake_messages import JoinServer, ServerJoined
+from genie.model.messages.handshake import JoinServer, ServerJoined
 from genie.model.tenant import TokenKind
 from genie.runtime.tls import CertificateAuthority
 from genie.tenancy.access import Token, decode_base64url, encode_base64url, new_token

@@ -21,8 +21,8 @@ from typing import TypeVar
 from genie.errors import GenieError
 from genie.model.messages import EmptyNode, Message, RemoveQuota, Request, SetQuota, UndrainNode
 from genie.model.tenant import QuotaRecord
-from genie.sim import hostile
 from genie.sim.cluster import FaultWindow, SimCluster
+from genie.sim.faults import hostile
 from genie.sim.faults.node_removal import remove_isolated_node
 from genie.sim.faults.outages import (
     CLUSTER_FAULTS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from genie.sim.go_random import GoRandom
+from genie.sim.workloads.go_random import GoRandom
 
 
 def test_random_below_matches_go() -> None:
