@@ -69,11 +69,11 @@ def run_locked_command(
         list[str] | None, typer.Argument(metavar="-- CMD", help="Command to run, with its arguments.")
     ] = None,
     ttl: Annotated[
-        str, typer.Option(metavar="TIME", help="Lease of the lock without renewals, 1s to 1h.")
+        str, typer.Option(metavar="DURATION", help="Lease of the lock without renewals, 1s to 1h.")
     ] = "15s",
     timeout: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Maximum time to wait (default: no limit)."),
+        typer.Option(metavar="DURATION", help="Maximum time to wait (default: no limit)."),
     ] = None,
 ) -> None:
     """Run a command while holding a lock, and exit with its exit code.
@@ -102,10 +102,10 @@ def release_lock(
     *,
     name: _NameArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Confirm that the lock is taken from its holder.")
+        bool, typer.Option("--force", help="Required: confirm that the holder loses the lock.")
     ] = False,
     tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Tenant of the lock (default: default).")
+        str | None, typer.Option(metavar="TENANT", help="Tenant of the lock (default: the tenant 'default').")
     ] = None,
 ) -> None:
     """Release a lock that another client holds. Only the owner can do this.
