@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -324,7 +325,6 @@ async def wait_for_rejection_by_old_agent(client: ClusterClient, job: Job) -> No
 
 async def count_nodes_in_alarm(client: ClusterClient) -> int:
     for alarm in (await client.status()).alarms:
-        count, _, text = alarm.partition(" nodes run another release of Genie")
-        if text:
-            return int(count)
+        if match := re.match(r"(\d+) nodes? runs? another release of Genie", alarm):
+            return int(match[1])
     return 0
