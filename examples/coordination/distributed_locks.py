@@ -3,8 +3,7 @@
 python examples/coordination/distributed_locks.py      with the cluster on this machine, or GENIE_MASTER_ADDR
 
 The first process gets the lock and is paused. Its lease expires, the second process gets the lock and writes.
-Then the first one continues and writes: no lock can prevent that. The write is rejected, because its fencing
-token is lower than that of the last write.
+Then the first one continues and writes, which no lock can prevent. Storage rejects it: its token is lower.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import genie
 from genie.errors import GenieError, LockLostError
@@ -54,14 +53,15 @@ def work(name: str, path: Path) -> None:
         print(f"{name}: {error.message}", flush=True)
 
 
-def start_process(name: str, path: Path) -> subprocess.Popen[str]:
-    pipe, command = subprocess.PIPE, [sys.executable, __file__, name, str(path)]
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+def start_process(name: str, path: Path) -> Popen[str]:
+    process = Popen([sys.executable, __file__, name, str(path)], stdin=PIPE, stdout=PIPE, text=True)
     print(process.stdout.readline(), end="")  # it has the lock
     return process
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        return work(sys.argv[1], Path(sys.argv[2]))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shared.json"
         first = start_process("first", path)
@@ -75,6 +75,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        work(sys.argv[1], Path(sys.argv[2])) if sys.argv[1:] else main()
+        main()
     except GenieError as error:
         sys.exit(f"distributed_locks: {error}")
