@@ -20,8 +20,6 @@ from subprocess import PIPE, Popen
 import genie
 from genie.errors import GenieError, LockLostError
 
-LOCK, TTL_S = "distributed-locks-example", 2.0
-
 
 class StaleTokenError(Exception):
     """A write with a lower fencing token than that of the last write."""
@@ -41,7 +39,7 @@ def write_fenced(path: Path, text: str, fencing_token: int) -> None:
 
 def work(name: str, path: Path) -> None:
     try:
-        with genie.session(), genie.lock(LOCK, ttl_s=TTL_S) as lock:
+        with genie.session(), genie.lock("distributed-locks-example", ttl_s=2.0) as lock:
             print(f"{name}: has the lock", flush=True)
             sys.stdin.readline()  # the first process is paused here
             try:
@@ -60,8 +58,6 @@ def start_process(name: str, path: Path) -> Popen[str]:
 
 
 def main() -> None:
-    if sys.argv[1:]:
-        return work(sys.argv[1], Path(sys.argv[2]))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shared.json"
         first = start_process("first", path)
@@ -75,6 +71,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        if sys.argv[1:]:
+            work(sys.argv[1], Path(sys.argv[2]))
+        else:
+            main()
     except GenieError as error:
         sys.exit(f"distributed_locks: {error}")
