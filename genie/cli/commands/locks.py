@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _LOCK_COLUMNS = ("name", "tenant", "holder", "token", "age", "expires", "waiting")
 _LOCK_COLUMNS_DROPPED_IF_NARROW = ("age", "waiting")
-_TENANT_COLUMN_INDEX = _LOCK_COLUMNS.index("tenant")
 
 locks_app = typer.Typer(
     name="lock",
@@ -47,11 +46,13 @@ def list_locks(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         output.print_message("no locks are held")
         return
     now = time.time()
-    columns: tuple[str, ...] = _LOCK_COLUMNS
     rows = [_lock_row(view, now=now) for view in reply.locks]
-    if not is_owner:
-        columns, rows = _without_tenant_cell(columns), [_without_tenant_cell(row) for row in rows]
-    output.write_table(columns, rows, droppable=_LOCK_COLUMNS_DROPPED_IF_NARROW)
+    output.write_table(
+        _LOCK_COLUMNS,
+        rows,
+        droppable=_LOCK_COLUMNS_DROPPED_IF_NARROW,
+        omitted=() if is_owner else ("tenant",),
+    )
     if reply.more:
         output.print_message("the list is truncated")
 
@@ -150,7 +151,3 @@ def _lock_row(view: LockView, *, now: float) -> tuple[str, ...]:
         f"in {format_duration(view.expires_in_s)}",
         str(view.waiting),
     )
-
-
-def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:_TENANT_COLUMN_INDEX] + cells[_TENANT_COLUMN_INDEX + 1 :]
