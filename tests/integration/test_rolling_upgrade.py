@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,14 +207,6 @@ class LongJobs:
 async def check_job_succeeds(client: ClusterClient, *, node_id: str = "") -> None:
     job = await client.submit(JobSpec(name="short", command=("true",), node_id=node_id))
     await wait_for_state(client, job, JobState.SUCCEEDED)
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
