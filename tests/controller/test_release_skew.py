@@ -140,6 +140,74 @@ async def test_node_with_a_row_of_a_newer_release_keeps_its_jobs_and_gets_no_new
             assert stored.value == value
 
 
+async def test_job_does_not_end_while_the_allocations_of_its_node_cannot_be_changed(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+        before = await one.store.get("ledger/n1")
+        assert before is not None
+        value = await change_row(one.store, "ledger/n1", lambda row: row.update(warranty="void"))
+        await one.restart()
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            agent.end(launch)
+            for _ in range(4):
+                await agent.beat()
+            assert list(agent.exits) == [launch.job_id], "the exit stays unsettled"
+            assert (await owner.job(job.job_id)).state is JobState.RUNNING
+            stored = await one.store.get("ledger/n1")
+            assert stored is not None
+            assert stored.value == value
+        await one.store.commit([], [Put("ledger/n1", before.value)])  # as the newer release reads it
+        await one.restart()
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register(*agent.exits.values())
+            await agent.beat()
+            assert agent.exits == {}
+            assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
+            assert await owner.held("n1") == []
+
+
+@pytest.mark.parametrize("successor", ["none", "running"])
+async def test_hold_of_a_placement_that_is_over_is_released(tmp_path: Path, successor: str) -> None:
+    async with running_controller(tmp_path) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+            held = await one.store.get("ledger/n1")
+            assert held is not None
+            if successor == "none":
+                agent.end(launch)
+                await agent.beat()
+            assert (await owner.job(job.job_id)).state.is_final == (successor == "none")
+
+        def add_outdated_hold(row: dict[str, Any]) -> None:
+            (hold,) = json.loads(held.value)["holds"]
+            if successor != "none":
+                hold = {**hold, "epoch": hold["epoch"] - 1, "gpu_ids": [1]}
+            row["holds"] = [*row.get("holds", ()), hold]
+
+        await change_row(one.store, "ledger/n1", add_outdated_hold)
+        await one.restart()
+        current = [] if successor == "none" else [job.job_id]
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            assert await owner.held("n1") == [*current, job.job_id]
+            for _ in range(4):
+                await agent.beat()
+            assert await owner.held("n1") == current
+            assert (await owner.job(job.job_id)).state.is_final == (successor == "none")
+
+
 async def test_facts_of_a_newer_release_in_a_node_row_are_ignored(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")

@@ -233,8 +233,8 @@ class JobLifecycle:
 
     async def record_lost_workers(self, workers: Iterable[LostWorker]) -> int:
         """Record that nodes no longer run these workers: each is lost, or its job is queued again if it is
-        restartable or had not started. If there is no such job, its hold on the node is released. A job that
-        cannot be changed is quarantined. Return the number of lost workers."""
+        restartable or had not started. A hold that is not of the current placement of a job is released.
+        A job that cannot be changed is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
             job_id, rank = parse_worker_name(worker.worker_name)
@@ -246,15 +246,10 @@ class JobLifecycle:
         reason = worker.reason
         if not worker.is_still_lost():
             return False
-        if job is None:
-            self._transitions.release_orphaned_hold(
+        if job is None or not is_current_placement(job, rank, worker.node_id, worker.epoch):
+            return self._transitions.release_hold_of_worker(
                 txn, node_id=worker.node_id, worker_name=worker.worker_name, epoch=worker.epoch
             )
-            return True
-        if job.epoch != worker.epoch or job.state.is_final:
-            return False
-        if rank >= len(job.placements) or job.placements[rank].outcome is not None:
-            return False
         if job.state is JobState.PLACING:
             self._transitions.stage_requeue(txn, job, reason)
             return True

@@ -512,8 +512,8 @@ class Agents:
         before = self._unlisted_worker_counts_by_node.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_name(hold.job_id)[0])
-            if key not in reported and (job is None or job.state is JobState.RUNNING):
+            key = (hold.job_id, hold.epoch)
+            if key not in reported and not self._is_being_launched(node_id, hold):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_worker_counts_by_node[node_id] = missing
         reason = f"the agent of node {node_id} no longer runs it"
@@ -522,6 +522,14 @@ class Agents:
             for (unit, epoch), count in missing.items()
             if count >= _HEARTBEATS_NOT_LISTING_WORKER_MAX
         )
+
+    def _is_being_launched(self, node_id: str, hold: Hold) -> bool:
+        """Whether the agent may not list the worker yet."""
+        job_id, rank = parse_worker_name(hold.job_id)
+        job = self._jobs.get(job_id)
+        if job is None or job.state is not JobState.PLACING:
+            return False
+        return is_current_placement(job, rank, node_id, hold.epoch)
 
     def _jobs_to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []
