@@ -171,10 +171,21 @@ class TokenRegistry:
             for token_id in sorted(self._token_index.token_ids_by_node.get(node_id, ()))
         ]
 
+    async def check_tokens_of_node_writable(self, node_id: str) -> None:
+        """Raise ReleaseSkewError if a newer release wrote a token of this node that is not revoked: it would
+        stay valid after a removal of the node."""
+        tokens = self._ledger.tokens
+        for token_id in tokens.read_only_row_ids():
+            stored = await self._store.get(tokens.prefix + token_id, timeout_s=TOKEN_READ_TIMEOUT_S)
+            if stored is not None and _may_be_unrevoked_token_of_node(stored.value, node_id):
+                tokens.check_writable(token_id)
+
     async def revoke_token(self, token_id: str) -> None:
-        """Revoke a token; idempotent. The last owner token cannot be revoked."""
+        """Revoke a token; idempotent. The last owner token cannot be revoked. Raise ReleaseSkewError for a
+        token that a newer release wrote."""
 
         def build(txn: Transaction) -> None:
+            self._ledger.tokens.check_writable(token_id)
             record = self._ledger.tokens.get(token_id)
             if record is None:
                 raise AccessError(
@@ -355,6 +366,16 @@ def _counts_towards_limit(record: TokenRecord | None) -> bool:
 
 def _is_unrevoked_node_token(record: TokenRecord) -> bool:
     return record.kind is TokenKind.NODE and record.revoked_at is None
+
+
+def _may_be_unrevoked_token_of_node(value: bytes, node_id: str) -> bool:
+    """Whether a stored token that a newer release wrote may be one of this node."""
+    fields = msgspec.json.decode(value, type=dict[str, object])
+    return (
+        fields.get("kind") == TokenKind.NODE
+        and fields.get("name") == node_id
+        and fields.get("revoked_at") is None
+    )
 
 
 def _is_permanent_owner_token(record: TokenRecord) -> bool:

@@ -17,13 +17,21 @@ from genie.controller.rows import Counter
 from genie.controller.store import Put, Store
 from genie.errors import (
     GenieError,
+    NodeError,
     ReleaseSkewError,
     StoreVersionError,
     TokenRefusedError,
     VersionError,
 )
 from genie.model.job import JobState
-from genie.model.messages import CancelJob
+from genie.model.messages import (
+    CancelJob,
+    DrainNode,
+    EmptyNode,
+    RemoveNode,
+    RevokeToken,
+    UndrainNode,
+)
 from genie.model.messages.handshake import Hello
 from genie.model.record import Record
 from genie.model.release import OWN_RELEASE, Release, since
@@ -138,6 +146,59 @@ async def test_node_with_a_row_of_a_newer_release_keeps_its_jobs_and_gets_no_new
             stored = await one.store.get(f"{table}/n1")
             assert stored is not None
             assert stored.value == value
+            for request in (
+                DrainNode(node_id="n1"),
+                EmptyNode(node_id="n1"),
+                UndrainNode(node_id="n1"),
+                RemoveNode(node_id="n1"),
+            ):
+                with pytest.raises(ReleaseSkewError, match=f"'{table}/n1' was written by a newer release"):
+                    await owner.ask(request)
+            await agent.beat()  # it has not been removed
+
+
+async def test_node_with_an_unreadable_record_is_removed_with_its_holds_when_it_is_down(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            await agent.start_next()
+        await one.store.commit([], [Put("node/n1", b"{")])
+        await one.restart()
+        async with one.client() as owner:
+            with pytest.raises(NodeError, match="its jobs may still run"):
+                await owner.ask(RemoveNode(node_id="n1"))
+            await clock.advance(30.0)
+            await owner.ask(RemoveNode(node_id="n1"))
+            assert (await owner.job(job.job_id)).state is JobState.LOST
+            for key in ("node/n1", "ledger/n1"):
+                assert await one.store.get(key) is None
+
+
+async def test_node_with_a_token_of_a_newer_release_is_not_removed(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
+        for node_id in ("n1", "n2"):
+            await one.join(node_id)
+        (item,) = [
+            item for item in (await one.store.range("token/")).items if json.loads(item.value).get("name") == "n1"
+        ]
+        value = await change_row(one.store, item.key, lambda row: row.update(only_reads=True))
+        await one.restart()
+        async with one.client() as owner:
+            with pytest.raises(ReleaseSkewError, match=f"{item.key!r} was written by a newer release"):
+                await owner.ask(RemoveNode(node_id="n1"))
+            with pytest.raises(ReleaseSkewError, match="newer release"):
+                await owner.ask(RevokeToken(token_id=item.key.removeprefix("token/")))
+            await owner.ask(RemoveNode(node_id="n2"))
+        stored = await one.store.get(item.key)
+        assert stored is not None
+        assert stored.value == value
 
 
 async def test_job_does_not_end_while_the_allocations_of_its_node_cannot_be_changed(tmp_path: Path) -> None:

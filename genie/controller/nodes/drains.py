@@ -138,6 +138,8 @@ class NodeDrains:
         self, node_id: str, drain_status: str, *, moves_jobs: bool, keeps_reason: bool = False
     ) -> None:
         def build(txn: Transaction) -> NodeRecord:
+            self._ledger.nodes.check_writable(node_id)
+            self._ledger.holds.check_writable(node_id)  # such a node is not listed either
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")
