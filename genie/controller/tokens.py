@@ -96,7 +96,7 @@ class TokenRegistry:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
-        self._check_token_readable(identity.token_id)
+        check_token_readable(self._ledger.tokens, identity.token_id)
         check_token_not_revoked(
             identity.token_id, self._ledger.tokens.get(identity.token_id), now=self._clock.wall_s()
         )
@@ -104,6 +104,7 @@ class TokenRegistry:
     def identify_forwarded_client(self, token_id: str) -> Identity:
         """Return the identity behind the ID of a token whose secret another controller has verified. Raise
         TokenRefusedError if the token is not valid, or not that of a client."""
+        check_token_readable(self._ledger.tokens, token_id)
         record = self._ledger.tokens.get(token_id)
         check_token_not_revoked(token_id[:80], record, now=self._clock.wall_s())
         if record is None or record.kind not in (TokenKind.OWNER, TokenKind.USER):
@@ -253,7 +254,7 @@ class TokenRegistry:
 
     async def _find_token_record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
-            self._check_token_readable(token_id)
+            check_token_readable(self._ledger.tokens, token_id)
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
@@ -288,12 +289,6 @@ class TokenRegistry:
             self._record_and_read_time_by_token_id.popitem(last=False)
         return record
 
-    def _check_token_readable(self, token_id: str) -> None:
-        """Raise TokenRefusedError for a token that a newer release wrote: it may have restrictions that this
-        one does not know."""
-        if reason := self._ledger.tokens.why_read_only(token_id):
-            raise TokenRefusedError(reason, hint=_NEWER_TOKEN_HINT)
-
     def _try_read_valid_owner_token(self, path: Path) -> Token | None:
         try:
             token = parse_token(files.read_small_file(path))
@@ -323,6 +318,13 @@ def token_records_after(tokens: LedgerTable[TokenRecord], token_id: str) -> Iter
     """The tokens with greater IDs, by ID, without the hashes of their secrets."""
     for each in sorted(other for other in tokens if other > token_id):
         yield msgspec.structs.replace(tokens[each], secret_sha256="")
+
+
+def check_token_readable(tokens: LedgerTable[TokenRecord], token_id: str) -> None:
+    """Raise TokenRefusedError for a token that a newer release wrote: it may have restrictions that this one
+    does not know."""
+    if reason := tokens.why_read_only(token_id):
+        raise TokenRefusedError(reason, hint=_NEWER_TOKEN_HINT)
 
 
 def check_token_not_revoked(token_id: str, record: TokenRecord | None, *, now: float) -> None:

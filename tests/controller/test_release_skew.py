@@ -28,6 +28,7 @@ from genie.model.messages import (
     CancelJob,
     DrainNode,
     EmptyNode,
+    GetJob,
     RemoveNode,
     RevokeToken,
     UndrainNode,
@@ -82,6 +83,7 @@ async def test_job_of_a_newer_release_runs_on_and_its_row_is_never_replaced(
             await agent.beat()
             job = await owner.submit(gpus=1)
             launch = await agent.start_next()
+        user = await one.token(TokenKind.USER, tenant="blue")
         key = f"job/{job.job_id}"
         before = await one.store.get(key)
         assert before is not None
@@ -103,6 +105,12 @@ async def test_job_of_a_newer_release_runs_on_and_its_row_is_never_replaced(
             assert ("spec.wishes.pods" if part == "field" else "state = 'paused'") in row.reason
             with pytest.raises(ReleaseSkewError, match="newer release"):
                 await owner.ask(CancelJob(job_id=job.job_id))
+            async with one.client(user) as other_tenant:
+                for request in (CancelJob(job_id=job.job_id), GetJob(job_id=job.job_id)):
+                    with pytest.raises(ReleaseSkewError, match="newer release") as caught:
+                        await other_tenant.ask(request)
+                    assert "pods" not in str(caught.value) + caught.value.hint
+                    assert "paused" not in str(caught.value) + caught.value.hint
             agent.end(launch)
             for _ in range(4):
                 await agent.beat()
@@ -186,7 +194,9 @@ async def test_node_with_a_token_of_a_newer_release_is_not_removed(tmp_path: Pat
         for node_id in ("n1", "n2"):
             await one.join(node_id)
         (item,) = [
-            item for item in (await one.store.range("token/")).items if json.loads(item.value).get("name") == "n1"
+            item
+            for item in (await one.store.range("token/")).items
+            if json.loads(item.value).get("name") == "n1"
         ]
         value = await change_row(one.store, item.key, lambda row: row.update(only_reads=True))
         await one.restart()
