@@ -265,6 +265,7 @@ class Controller:
             clock=clock,
             controllers=lambda: self._controller_addresses,
             refresh_controllers=self._refresh_controller_addresses,
+            check_rows_of_node_writable=self._admission.check_rows_of_node_writable,
             forget_node=self._admission.forget_node,
             wake=self._pass_wake_event.set,
         )

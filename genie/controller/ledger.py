@@ -181,6 +181,10 @@ class LedgerTable(Generic[_Row]):
         if reason := self._read_only_reasons.get(row_id):
             raise ReleaseSkewError(reason, hint=_NEWER_ROW_HINT)
 
+    def read_only_row_ids(self) -> list[str]:
+        """The rows that a newer release wrote."""
+        return list(self._read_only_reasons)
+
     def size_bytes(self, row_id: str) -> int:
         """Stored bytes of a row; 0 if there is none."""
         return self._row_sizes.get(row_id, 0)

@@ -96,7 +96,7 @@ class TokenRegistry:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
-        self._check_token_readable(identity.token_id)
+        check_token_readable(self._ledger.tokens, identity.token_id)
         check_token_not_revoked(
             identity.token_id, self._ledger.tokens.get(identity.token_id), now=self._clock.wall_s()
         )
@@ -104,6 +104,7 @@ class TokenRegistry:
     def identify_forwarded_client(self, token_id: str) -> Identity:
         """Return the identity behind the ID of a token whose secret another controller has verified. Raise
         TokenRefusedError if the token is not valid, or not that of a client."""
+        check_token_readable(self._ledger.tokens, token_id)
         record = self._ledger.tokens.get(token_id)
         check_token_not_revoked(token_id[:80], record, now=self._clock.wall_s())
         if record is None or record.kind not in (TokenKind.OWNER, TokenKind.USER):
@@ -171,10 +172,21 @@ class TokenRegistry:
             for token_id in sorted(self._token_index.token_ids_by_node.get(node_id, ()))
         ]
 
+    async def check_tokens_of_node_writable(self, node_id: str) -> None:
+        """Raise ReleaseSkewError if a newer release wrote a token of this node that is not revoked: it would
+        stay valid after a removal of the node."""
+        tokens = self._ledger.tokens
+        for token_id in tokens.read_only_row_ids():
+            stored = await self._store.get(tokens.prefix + token_id, timeout_s=TOKEN_READ_TIMEOUT_S)
+            if stored is not None and _may_be_unrevoked_token_of_node(stored.value, node_id):
+                tokens.check_writable(token_id)
+
     async def revoke_token(self, token_id: str) -> None:
-        """Revoke a token; idempotent. The last owner token cannot be revoked."""
+        """Revoke a token; idempotent. The last owner token cannot be revoked. Raise ReleaseSkewError for a
+        token that a newer release wrote."""
 
         def build(txn: Transaction) -> None:
+            self._ledger.tokens.check_writable(token_id)
             record = self._ledger.tokens.get(token_id)
             if record is None:
                 raise AccessError(
@@ -242,7 +254,7 @@ class TokenRegistry:
 
     async def _find_token_record(self, token_id: str) -> TokenRecord | None:
         if self._ledger.is_loaded:
-            self._check_token_readable(token_id)
+            check_token_readable(self._ledger.tokens, token_id)
             known = self._ledger.tokens.get(token_id)
             if known is not None or self._ledger.is_up_to_date:
                 return known  # else another controller may have made it since
@@ -277,12 +289,6 @@ class TokenRegistry:
             self._record_and_read_time_by_token_id.popitem(last=False)
         return record
 
-    def _check_token_readable(self, token_id: str) -> None:
-        """Raise TokenRefusedError for a token that a newer release wrote: it may have restrictions that this
-        one does not know."""
-        if reason := self._ledger.tokens.why_read_only(token_id):
-            raise TokenRefusedError(reason, hint=_NEWER_TOKEN_HINT)
-
     def _try_read_valid_owner_token(self, path: Path) -> Token | None:
         try:
             token = parse_token(files.read_small_file(path))
@@ -312,6 +318,13 @@ def token_records_after(tokens: LedgerTable[TokenRecord], token_id: str) -> Iter
     """The tokens with greater IDs, by ID, without the hashes of their secrets."""
     for each in sorted(other for other in tokens if other > token_id):
         yield msgspec.structs.replace(tokens[each], secret_sha256="")
+
+
+def check_token_readable(tokens: LedgerTable[TokenRecord], token_id: str) -> None:
+    """Raise TokenRefusedError for a token that a newer release wrote: it may have restrictions that this one
+    does not know."""
+    if reason := tokens.why_read_only(token_id):
+        raise TokenRefusedError(reason, hint=_NEWER_TOKEN_HINT)
 
 
 def check_token_not_revoked(token_id: str, record: TokenRecord | None, *, now: float) -> None:
@@ -355,6 +368,16 @@ def _counts_towards_limit(record: TokenRecord | None) -> bool:
 
 def _is_unrevoked_node_token(record: TokenRecord) -> bool:
     return record.kind is TokenKind.NODE and record.revoked_at is None
+
+
+def _may_be_unrevoked_token_of_node(value: bytes, node_id: str) -> bool:
+    """Whether a stored token that a newer release wrote may be one of this node."""
+    fields = msgspec.json.decode(value, type=dict[str, object])
+    return (
+        fields.get("kind") == TokenKind.NODE
+        and fields.get("name") == node_id
+        and fields.get("revoked_at") is None
+    )
 
 
 def _is_permanent_owner_token(record: TokenRecord) -> bool:

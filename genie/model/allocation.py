@@ -61,7 +61,12 @@ class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
             assert after.gpu_used_milli(gpu_id) <= FULL_MILLI, f"{self.node_id}/{gpu_id} over-allocated"
         return after
 
-    def without_job(self, job_id: str) -> NodeHolds:
+    def has_worker(self, worker_name: str, *, epoch: int) -> bool:
+        return any((hold.job_id, hold.epoch) == (worker_name, epoch) for hold in self.holds)
+
+    def without_worker(self, worker_name: str, *, epoch: int) -> NodeHolds:
+        """These without the hold of this placement of the worker; those of its other placements stay."""
+        key = (worker_name, epoch)
         return msgspec.structs.replace(
-            self, holds=tuple(hold for hold in self.holds if hold.job_id != job_id)
+            self, holds=tuple(hold for hold in self.holds if (hold.job_id, hold.epoch) != key)
         )

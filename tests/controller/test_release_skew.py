@@ -17,13 +17,22 @@ from genie.controller.rows import Counter
 from genie.controller.store import Put, Store
 from genie.errors import (
     GenieError,
+    NodeError,
     ReleaseSkewError,
     StoreVersionError,
     TokenRefusedError,
     VersionError,
 )
 from genie.model.job import JobState
-from genie.model.messages import CancelJob
+from genie.model.messages import (
+    CancelJob,
+    DrainNode,
+    EmptyNode,
+    GetJob,
+    RemoveNode,
+    RevokeToken,
+    UndrainNode,
+)
 from genie.model.messages.handshake import Hello
 from genie.model.record import Record
 from genie.model.release import OWN_RELEASE, Release, since
@@ -74,6 +83,7 @@ async def test_job_of_a_newer_release_runs_on_and_its_row_is_never_replaced(
             await agent.beat()
             job = await owner.submit(gpus=1)
             launch = await agent.start_next()
+        user = await one.token(TokenKind.USER, tenant="blue")
         key = f"job/{job.job_id}"
         before = await one.store.get(key)
         assert before is not None
@@ -95,6 +105,12 @@ async def test_job_of_a_newer_release_runs_on_and_its_row_is_never_replaced(
             assert ("spec.wishes.pods" if part == "field" else "state = 'paused'") in row.reason
             with pytest.raises(ReleaseSkewError, match="newer release"):
                 await owner.ask(CancelJob(job_id=job.job_id))
+            async with one.client(user) as other_tenant:
+                for request in (CancelJob(job_id=job.job_id), GetJob(job_id=job.job_id)):
+                    with pytest.raises(ReleaseSkewError, match="newer release") as caught:
+                        await other_tenant.ask(request)
+                    assert "pods" not in str(caught.value) + caught.value.hint
+                    assert "paused" not in str(caught.value) + caught.value.hint
             agent.end(launch)
             for _ in range(4):
                 await agent.beat()
@@ -138,6 +154,129 @@ async def test_node_with_a_row_of_a_newer_release_keeps_its_jobs_and_gets_no_new
             stored = await one.store.get(f"{table}/n1")
             assert stored is not None
             assert stored.value == value
+            for request in (
+                DrainNode(node_id="n1"),
+                EmptyNode(node_id="n1"),
+                UndrainNode(node_id="n1"),
+                RemoveNode(node_id="n1"),
+            ):
+                with pytest.raises(ReleaseSkewError, match=f"'{table}/n1' was written by a newer release"):
+                    await owner.ask(request)
+            await agent.beat()  # it has not been removed
+
+
+async def test_node_with_an_unreadable_record_is_removed_with_its_holds_when_it_is_down(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            await agent.start_next()
+        await one.store.commit([], [Put("node/n1", b"{")])
+        await one.restart()
+        async with one.client() as owner:
+            with pytest.raises(NodeError, match="its jobs may still run"):
+                await owner.ask(RemoveNode(node_id="n1"))
+            await clock.advance(30.0)
+            await owner.ask(RemoveNode(node_id="n1"))
+            assert (await owner.job(job.job_id)).state is JobState.LOST
+            for key in ("node/n1", "ledger/n1"):
+                assert await one.store.get(key) is None
+
+
+async def test_node_with_a_token_of_a_newer_release_is_not_removed(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
+        for node_id in ("n1", "n2"):
+            await one.join(node_id)
+        (item,) = [
+            item
+            for item in (await one.store.range("token/")).items
+            if json.loads(item.value).get("name") == "n1"
+        ]
+        value = await change_row(one.store, item.key, lambda row: row.update(only_reads=True))
+        await one.restart()
+        async with one.client() as owner:
+            with pytest.raises(ReleaseSkewError, match=f"{item.key!r} was written by a newer release"):
+                await owner.ask(RemoveNode(node_id="n1"))
+            with pytest.raises(ReleaseSkewError, match="newer release"):
+                await owner.ask(RevokeToken(token_id=item.key.removeprefix("token/")))
+            await owner.ask(RemoveNode(node_id="n2"))
+        stored = await one.store.get(item.key)
+        assert stored is not None
+        assert stored.value == value
+
+
+async def test_job_does_not_end_while_the_allocations_of_its_node_cannot_be_changed(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+        before = await one.store.get("ledger/n1")
+        assert before is not None
+        value = await change_row(one.store, "ledger/n1", lambda row: row.update(warranty="void"))
+        await one.restart()
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            agent.end(launch)
+            for _ in range(4):
+                await agent.beat()
+            assert list(agent.exits) == [launch.job_id], "the exit stays unsettled"
+            assert (await owner.job(job.job_id)).state is JobState.RUNNING
+            stored = await one.store.get("ledger/n1")
+            assert stored is not None
+            assert stored.value == value
+        await one.store.commit([], [Put("ledger/n1", before.value)])  # as the newer release reads it
+        await one.restart()
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register(*agent.exits.values())
+            await agent.beat()
+            assert agent.exits == {}
+            assert (await owner.job(job.job_id)).state is JobState.SUCCEEDED
+            assert await owner.held("n1") == []
+
+
+@pytest.mark.parametrize("successor", ["none", "running"])
+async def test_hold_of_a_placement_that_is_over_is_released(tmp_path: Path, successor: str) -> None:
+    async with running_controller(tmp_path) as one:
+        access = await one.join("n1")
+        agent = FakeAgent(make_node_info("n1", gpus=2))
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            await agent.beat()
+            job = await owner.submit(gpus=1)
+            launch = await agent.start_next()
+            held = await one.store.get("ledger/n1")
+            assert held is not None
+            if successor == "none":
+                agent.end(launch)
+                await agent.beat()
+            assert (await owner.job(job.job_id)).state.is_final == (successor == "none")
+
+        def add_outdated_hold(row: dict[str, Any]) -> None:
+            (hold,) = json.loads(held.value)["holds"]
+            if successor != "none":
+                hold = {**hold, "epoch": hold["epoch"] - 1, "gpu_ids": [1]}
+            row["holds"] = [*row.get("holds", ()), hold]
+
+        await change_row(one.store, "ledger/n1", add_outdated_hold)
+        await one.restart()
+        current = [] if successor == "none" else [job.job_id]
+        async with one.client() as owner, agent.connected(one.network, access):
+            await agent.register()
+            assert await owner.held("n1") == [*current, job.job_id]
+            for _ in range(4):
+                await agent.beat()
+            assert await owner.held("n1") == current
+            assert (await owner.job(job.job_id)).state.is_final == (successor == "none")
 
 
 async def test_facts_of_a_newer_release_in_a_node_row_are_ignored(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_holds_never_over_allocate_an_accelerator(holds: list[Hold]) -> None:
         fits = all(node_holds.gpu_used_milli(gpu) + hold.gpu_milli <= 1000 for gpu in hold.gpu_ids)
         if fits:
             after = node_holds.with_hold(hold)
-            assert after.without_job(hold.job_id) == node_holds
+            assert after.without_worker(hold.job_id, epoch=hold.epoch) == node_holds
             node_holds = after
         else:
             with pytest.raises(AssertionError):

@@ -14,7 +14,7 @@ import msgspec
 from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.jobs.index import JobIndex
 from genie.controller.ledger import LedgerTables, TableBeingLoaded
-from genie.errors import JobNotFoundError
+from genie.errors import JobNotFoundError, ReleaseSkewError
 from genie.model.job import Job, JobState, parse_worker_name, truncate_reason
 from genie.model.tenant import Identity, TokenKind
 from genie.tenancy.masking import mask_job_ids
@@ -66,10 +66,21 @@ class JobCatalog:
         if count:
             shown = [self._ledger.jobs[job_id] for job_id in sorted(named)]
             raise _ambiguous_name_error(f"{count} jobs", id_or_name, shown)
-        self._ledger.jobs.check_writable(id_or_name)
+        self._check_job_readable(id_or_name, identity)
         raise JobNotFoundError(
             f"there is no job {id_or_name[:80]!r}", hint="'genie jobs --all' lists all jobs"
         )
+
+    def _check_job_readable(self, job_id: str, identity: Identity) -> None:
+        """Raise ReleaseSkewError for a job that only a newer release can read. Its tenant is unknown, so only
+        owners get the names of its fields."""
+        if identity.kind is TokenKind.OWNER:
+            self._ledger.jobs.check_writable(job_id)
+        elif self._ledger.jobs.why_read_only(job_id):
+            raise ReleaseSkewError(
+                f"job {job_id} cannot be read: it was written by a newer release of Genie",
+                hint="it continues to run; try again when a server of the newer release leads",
+            )
 
     def find_to_cancel(self, id_or_name: str, identity: Identity) -> Job:
         """Like `find`, but a name has to be unique only among unfinished jobs, if there are any."""

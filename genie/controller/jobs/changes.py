@@ -139,9 +139,11 @@ class JobChanges:
             if placement.outcome is not None:
                 continue
             placements[rank] = msgspec.structs.replace(placement, outcome=JobState.CANCELLED)
+            self._ledger.holds.check_writable(placement.node_id)
             held = txn.get(self._ledger.holds, placement.node_id)
             if held is not None:
-                txn.put(self._ledger.holds, placement.node_id, held.without_job(job.worker_name(rank)))
+                kept = held.without_worker(job.worker_name(rank), epoch=placement.epoch)
+                txn.put(self._ledger.holds, placement.node_id, kept)
         reason = f"{STOPPING_PREFIX}its launch is no longer valid"
         marked = msgspec.structs.replace(
             job, placements=tuple(placements), stop=StopReason.PREEMPT, reason=reason

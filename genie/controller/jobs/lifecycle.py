@@ -196,26 +196,26 @@ class JobLifecycle:
         """Queue a job again whose launch is not confirmed. Safe at any time: nothing has started."""
         await self._changes.apply(JobChange(job_id, partial(self._requeue_launch, epoch, reason, cause)))
 
-    async def requeue_unconfirmed_jobs(self, jobs: Iterable[tuple[Job, str]]) -> None:
-        """Like `requeue_unconfirmed` for many jobs. One that cannot be changed is quarantined."""
-        await self._changes.apply_each(
-            [
-                JobChange(
-                    job.job_id, partial(self._requeue_launch, job.epoch, reason, LaunchFailureCause.NONE)
-                )
-                for job, reason in jobs
-            ]
-        )
+    async def requeue_unconfirmed_jobs(self, jobs: Iterable[tuple[Job, str]]) -> list[Job]:
+        """Like `requeue_unconfirmed` for many jobs. One that cannot be changed is quarantined. Return those
+        that were queued again, as they were before."""
+        changes = [
+            JobChange(job.job_id, partial(self._requeue_launch, job.epoch, reason, LaunchFailureCause.NONE))
+            for job, reason in jobs
+        ]
+        return [job for job in await self._changes.apply_each(changes) if isinstance(job, Job)]
 
     def _requeue_launch(
         self, epoch: int, reason: str, cause: LaunchFailureCause, job: Job | None, txn: Transaction
-    ) -> None:
+    ) -> Job | None:
+        """Stage that the job is queued again; return it as it was, None if it was not placed any more."""
         if job is None or job.state is not JobState.PLACING or job.epoch != epoch:
-            return  # the launch was void before it was rejected
+            return None  # the launch was void before it was rejected
         if cause is LaunchFailureCause.NONE:
             self._transitions.stage_requeue(txn, job, reason)
         else:
             self._requeue_rejected(txn, job, reason, cause)
+        return job
 
     def _requeue_rejected(self, txn: Transaction, job: Job, reason: str, cause: LaunchFailureCause) -> None:
         """Queue a job again after a rejected or failed launch, or fail it after LAUNCH_ATTEMPTS_MAX of
@@ -233,8 +233,8 @@ class JobLifecycle:
 
     async def record_lost_workers(self, workers: Iterable[LostWorker]) -> int:
         """Record that nodes no longer run these workers: each is lost, or its job is queued again if it is
-        restartable or had not started. If there is no such job, its hold on the node is released. A job that
-        cannot be changed is quarantined. Return the number of lost workers."""
+        restartable or had not started. A hold that is not of the current placement of a job is released.
+        A job that cannot be changed is quarantined. Return the number of lost workers."""
         changes = []
         for worker in workers:
             job_id, rank = parse_worker_name(worker.worker_name)
@@ -246,15 +246,10 @@ class JobLifecycle:
         reason = worker.reason
         if not worker.is_still_lost():
             return False
-        if job is None:
-            self._transitions.release_orphaned_hold(
+        if job is None or not is_current_placement(job, rank, worker.node_id, worker.epoch):
+            return self._transitions.release_hold_of_worker(
                 txn, node_id=worker.node_id, worker_name=worker.worker_name, epoch=worker.epoch
             )
-            return True
-        if job.epoch != worker.epoch or job.state.is_final:
-            return False
-        if rank >= len(job.placements) or job.placements[rank].outcome is not None:
-            return False
         if job.state is JobState.PLACING:
             self._transitions.stage_requeue(txn, job, reason)
             return True

@@ -47,15 +47,19 @@ class JobTransitions:
                 self.release_hold(txn, job, rank)
 
     def release_hold(self, txn: Transaction, job: Job, rank: int) -> None:
-        """Stage the release of what one worker holds."""
-        node_id = job.placements[rank].node_id
-        held = txn.get(self._ledger.holds, node_id)
-        if held is not None:
-            txn.put(self._ledger.holds, node_id, held.without_job(job.worker_name(rank)))
+        """Stage the release of what one worker holds. Raise ReleaseSkewError if a newer release wrote the
+        allocations of its node: a job that ended without the release would leave them behind."""
+        placement = job.placements[rank]
+        self.release_hold_of_worker(
+            txn, node_id=placement.node_id, worker_name=job.worker_name(rank), epoch=placement.epoch
+        )
 
-    def release_orphaned_hold(self, txn: Transaction, *, node_id: str, worker_name: str, epoch: int) -> None:
-        """Stage the release of the hold of a worker whose job no longer exists."""
+    def release_hold_of_worker(self, txn: Transaction, *, node_id: str, worker_name: str, epoch: int) -> bool:
+        """Stage the release of what a placement of a worker holds, whether or not its job exists; return
+        whether it held anything. Raise ReleaseSkewError as `release_hold`."""
+        self._ledger.holds.check_writable(node_id)
         held = txn.get(self._ledger.holds, node_id)
-        key = (worker_name, epoch)
-        if held is not None and any((hold.job_id, hold.epoch) == key for hold in held.holds):
-            txn.put(self._ledger.holds, node_id, held.without_job(worker_name))
+        if held is None or not held.has_worker(worker_name, epoch=epoch):
+            return False
+        txn.put(self._ledger.holds, node_id, held.without_worker(worker_name, epoch=epoch))
+        return True

@@ -89,9 +89,11 @@ class LockTable:
                 queued.last_poll_ended_s = self._clock.monotonic_s()
 
     def renew(self, tenant: str, name: str, *, acquisition_id: str, fencing_token: int) -> str:
-        """Extend the lease of a holder by its time to live. Return "", or why it does not hold the lock."""
+        """Extend the lease of a holder by its time to live. Return "", or why it does not hold the lock.
+        Raises LockError for a record that a newer release wrote."""
         self._ledger.check_leading_and_up_to_date()
         row_id = lock_row_id(tenant, name)
+        self._check_not_of_newer_release(row_id, name)
         row = self._rows.get(row_id)
         if row is None or row.acquisition_id != acquisition_id or row.fencing_token != fencing_token:
             ended = self._ended_acquisitions.get((row_id, acquisition_id))
@@ -101,9 +103,11 @@ class LockTable:
         return ""
 
     async def release(self, tenant: str, name: str, *, acquisition_id: str) -> bool:
-        """Release the lock, or stop waiting for it. Return whether the client held the lock until now."""
+        """Release the lock, or stop waiting for it. Return whether the client held the lock until now.
+        Raises LockError for a record that a newer release wrote: the client may hold the lock."""
         row_id = lock_row_id(tenant, name)
         self._ledger.check_leading_and_up_to_date()
+        self._check_not_of_newer_release(row_id, name)
         self._record_end_of_acquisition(row_id, acquisition_id, "it was released")
         self._waiters.remove(row_id, acquisition_id)
 
@@ -167,7 +171,11 @@ class LockTable:
         self._waiters.remove_abandoned(now_s=now_s)
         expired = [row_id for row_id, row in self._rows.items() if now_s >= self._lease_deadline_s(row)]
         # A client that was disconnected when the lock became free, and is back.
-        unclaimed = [row_id for row_id in self._waiters.waiting_row_ids() if row_id not in self._rows]
+        unclaimed = [
+            row_id
+            for row_id in self._waiters.waiting_row_ids()
+            if row_id not in self._rows and not self._rows.is_unreadable(row_id)
+        ]
         row_ids = [*expired, *unclaimed][:CHANGES_PER_TICK_MAX]
         builds = [partial(self._stage_next_holder_if_expired, row_id=row_id) for row_id in row_ids]
         for outcome in await self._ledger.write_each(builds):
@@ -245,6 +253,7 @@ class LockTable:
 
     def _check_usable(self, row_id: str, waiter: LockWaiter) -> None:
         self._ledger.check_leading_and_up_to_date()
+        self._check_not_of_newer_release(row_id, waiter.name)
         if self._rows.is_unreadable(row_id):
             raise LockError(
                 f"the record of lock {waiter.name!r} cannot be read",
@@ -253,6 +262,16 @@ class LockTable:
         ended = self._ended_acquisitions.get((row_id, waiter.acquisition_id))
         if ended is not None:
             raise LockLostError(f"could not acquire lock {waiter.name!r}: {ended}")
+
+    def _check_not_of_newer_release(self, row_id: str, name: str) -> None:
+        """Raise LockError for a record that a newer release wrote. Its lease is unknown, so it does not
+        expire."""
+        if reason := self._rows.why_read_only(row_id):
+            raise LockError(
+                f"lock {name!r} may be held, but its record cannot be read: {reason}",
+                hint="let a server of the newer release lead; if it has no holder any more, an owner can "
+                f"delete the record with 'genie lock release {name} --force'",
+            )
 
     # --- leases -------------------------------------------------------------------------------
 

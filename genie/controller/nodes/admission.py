@@ -307,6 +307,13 @@ class Admission:
         _log.info("node %s joined", joined.node_id)
         return joined
 
+    async def check_rows_of_node_writable(self, node_id: str) -> None:
+        """Raise ReleaseSkewError if a newer release wrote the record, the allocations or a token of a
+        node."""
+        self._ledger.nodes.check_writable(node_id)
+        self._ledger.holds.check_writable(node_id)
+        await self._tokens.check_tokens_of_node_writable(node_id)
+
     async def forget_node(self, node_id: str) -> None:
         """Delete a node that holds nothing and revoke its tokens."""
 

@@ -76,7 +76,8 @@ _LATE_NODES_NAMED_MAX = 3
 
 class Agents:
     """`controllers` returns HOST:PORT of every controller, this one first; `refresh_controllers` reads them
-    from the store. `forget_node` removes a node and revokes its tokens; `wake` triggers a scheduling
+    from the store. `check_rows_of_node_writable` raises ReleaseSkewError if a newer release wrote what the
+    store has of a node; `forget_node` removes a node and revokes its tokens; `wake` triggers a scheduling
     pass."""
 
     def __init__(
@@ -95,6 +96,7 @@ class Agents:
         clock: Clock,
         controllers: Callable[[], tuple[str, ...]],
         refresh_controllers: Callable[[], Awaitable[None]],
+        check_rows_of_node_writable: Callable[[str], Awaitable[None]],
         forget_node: Callable[[str], Awaitable[None]],
         wake: Callable[[], None],
     ) -> None:
@@ -110,6 +112,7 @@ class Agents:
         self._clock = clock
         self._get_controllers = controllers
         self._refresh_controllers = refresh_controllers
+        self._check_rows_of_node_writable = check_rows_of_node_writable
         self._forget_node = forget_node
         self._run_times = RunTimes(clock)
         self._unreclaimable_nodes_warned: set[str] = set()
@@ -349,7 +352,11 @@ class Agents:
         lost: list[LostWorker] = []
         for node_id, held in list(self._ledger.holds.items()):
             record = self._ledger.nodes.get(node_id)
-            if not held.reclaimable_holds or record is None or not self._is_reclaimable(record):
+            if (
+                not held.reclaimable_holds
+                or record is None
+                or not self._is_reclaimable(node_id, record.ttl_s)
+            ):
                 continue
             if this_controller not in record.controllers:
                 # Its agent does not know this controller, so it may keep its jobs until a leader is found.
@@ -365,29 +372,34 @@ class Agents:
                 continue
             silence_s = self._membership.time_since_heartbeat_s(node_id, self._clock.monotonic_s())
             reason = f"node {node_id} sent no heartbeat for {silence_s:.0f} s"
-            lost += self._make_lost_workers(record, held.reclaimable_holds, reason)
+            lost += self._make_lost_workers(node_id, held.reclaimable_holds, reason, ttl_s=record.ttl_s)
         if count := await self._lifecycle.record_lost_workers(lost[:CHANGES_PER_TICK_MAX]):
             _log.warning("released the resources of %d lost workers: %s", count, lost[0].reason)
 
     async def remove_node(self, connection: Connection, request: RemoveNode) -> Done:
         """Remove a disconnected node: its jobs are lost, or queued again if they are restartable, and its
-        tokens are revoked. If it is only isolated, it ends its jobs when it is rejected."""
+        tokens are revoked. If it is only isolated, it ends its jobs when it is rejected. A node of which a
+        newer release wrote a row is not removed."""
         node_id = request.node_id
+        await self._check_rows_of_node_writable(node_id)
         record, held = self._ledger.nodes.get(node_id), self._ledger.holds.get(node_id)
-        if record is not None and not record.has_left:
-            self._check_removable(record)
+        is_unreadable = self._ledger.nodes.is_unreadable(node_id) or self._ledger.holds.is_unreadable(node_id)
+        if is_unreadable or (record is not None and not record.has_left):
+            ttl_s = self._node_ttl_s if record is None else record.ttl_s
+            self._check_removable(node_id, ttl_s=ttl_s)
+            reason = f"node {node_id} was removed (genie forget)"
             if held is not None:
-                reason = f"node {node_id} was removed (genie forget)"
-                await self._lifecycle.record_lost_workers(self._make_lost_workers(record, held.holds, reason))
-        if self._ledger.holds.is_unreadable(node_id):
-            await self._record_unreadable_workers_lost(node_id)
+                lost = self._make_lost_workers(node_id, held.holds, reason, ttl_s=ttl_s)
+                await self._lifecycle.record_lost_workers(lost)
+            else:
+                await self._record_unreadable_workers_lost(node_id, reason)
         await self._forget_node(node_id)
         self._membership.remove_node(node_id)
         self._node_faults.unblock_node(node_id)
         return Done()
 
-    def _check_removable(self, record: NodeRecord) -> None:
-        node_id, now_s = record.info.node_id, self._clock.monotonic_s()
+    def _check_removable(self, node_id: str, *, ttl_s: float) -> None:
+        now_s = self._clock.monotonic_s()
         # The connection of a node that is isolated or hangs may stay open for a long time.
         is_silent = self._membership.is_disconnected(node_id, now_s)
         if self._membership.get_connection(node_id) is not None and not is_silent:
@@ -395,7 +407,7 @@ class Agents:
                 f"cannot remove node {node_id}: it is connected",
                 hint="stop its agent with 'genie down' on that machine, then try again",
             )
-        left_s = self._membership.reclaimable_in_s(node_id, now_s, deadman_timeout_s=record.ttl_s)
+        left_s = self._membership.reclaimable_in_s(node_id, now_s, deadman_timeout_s=ttl_s)
         if left_s > 0:
             silence_s = self._membership.time_since_heartbeat_s(node_id, now_s)
             raise NodeError(
@@ -404,28 +416,22 @@ class Agents:
                 hint=f"try again in {math.ceil(left_s)} s",
             )
 
-    def _is_reclaimable(self, record: NodeRecord) -> bool:
+    def _is_reclaimable(self, node_id: str, ttl_s: float) -> bool:
         now_s = self._clock.monotonic_s()
-        return self._membership.is_reclaimable(record.info.node_id, now_s, deadman_timeout_s=record.ttl_s)
+        return self._membership.is_reclaimable(node_id, now_s, deadman_timeout_s=ttl_s)
 
-    def _make_lost_workers(self, record: NodeRecord, holds: Iterable[Hold], reason: str) -> list[LostWorker]:
+    def _make_lost_workers(
+        self, node_id: str, holds: Iterable[Hold], reason: str, *, ttl_s: float
+    ) -> list[LostWorker]:
         """The workers with these holds, which are lost unless the node sends a heartbeat before that is
         recorded."""
-        node_id = record.info.node_id
         return [
-            LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(record))
+            LostWorker(hold.job_id, node_id, hold.epoch, reason, lambda: self._is_reclaimable(node_id, ttl_s))
             for hold in holds
         ]
 
-    async def _record_unreadable_workers_lost(self, node_id: str) -> None:
-        """Lose the jobs of a node whose stored allocations cannot be read, when it has certainly ended
-        them."""
-        now_s = self._clock.monotonic_s()
-        if not self._membership.is_reclaimable(node_id, now_s, deadman_timeout_s=self._node_ttl_s):
-            raise NodeError(
-                f"cannot remove node {node_id}: it was connected until recently", hint="try again later"
-            )
-        reason = f"node {node_id} was removed"
+    async def _record_unreadable_workers_lost(self, node_id: str, reason: str) -> None:
+        """Lose the jobs of a node whose stored allocations cannot be read."""
         await self._lifecycle.record_lost_workers(
             LostWorker(job.worker_name(rank), node_id, placement.epoch, reason)
             for job in self._jobs.jobs_in_states(JobState.PLACING, JobState.RUNNING)
@@ -512,8 +518,8 @@ class Agents:
         before = self._unlisted_worker_counts_by_node.get(node_id, {})
         missing: dict[tuple[str, int], int] = {}
         for hold in held.holds:
-            key, job = (hold.job_id, hold.epoch), self._jobs.get(parse_worker_name(hold.job_id)[0])
-            if key not in reported and (job is None or job.state is JobState.RUNNING):
+            key = (hold.job_id, hold.epoch)
+            if key not in reported and not self._is_being_launched(node_id, hold):
                 missing[key] = before.get(key, 0) + 1
         self._unlisted_worker_counts_by_node[node_id] = missing
         reason = f"the agent of node {node_id} no longer runs it"
@@ -522,6 +528,14 @@ class Agents:
             for (unit, epoch), count in missing.items()
             if count >= _HEARTBEATS_NOT_LISTING_WORKER_MAX
         )
+
+    def _is_being_launched(self, node_id: str, hold: Hold) -> bool:
+        """Whether the agent may not list the worker yet."""
+        job_id, rank = parse_worker_name(hold.job_id)
+        job = self._jobs.get(job_id)
+        if job is None or job.state is not JobState.PLACING:
+            return False
+        return is_current_placement(job, rank, node_id, hold.epoch)
 
     def _jobs_to_kill(self, node_id: str, running: Sequence[RunningJob]) -> list[JobOrder]:
         orders = []

@@ -29,12 +29,12 @@ MOVED_JOBS_PER_TICK_MAX = 200
 """Jobs that one tick moves from all draining nodes together, so that they are placed again in their order and
 do not fill the queue at once."""
 
-StopJobs = Callable[[Iterable[tuple[Job, str]], StopReason], Awaitable[None]]
+StopJobs = Callable[[Iterable[tuple[Job, str]], StopReason], Awaitable[list[Job]]]
 
 
 class NodeDrains:
-    """`stop_jobs` marks running jobs, each with a reason, and sends the kills; `is_in_contact` returns
-    whether a node of a job sends heartbeats; `wake` triggers a scheduling pass."""
+    """`stop_jobs` marks running jobs, each with a reason, sends the kills and returns the marked jobs;
+    `is_in_contact` returns whether a node of a job sends heartbeats; `wake` triggers a scheduling pass."""
 
     def __init__(
         self,
@@ -87,20 +87,21 @@ class NodeDrains:
     async def move_jobs(self) -> None:
         """Move restartable jobs off draining nodes, at most MOVED_JOBS_PER_TICK_MAX: those of the highest
         priority first, then in the order of their arrival. A job on a node without heartbeats is not stopped:
-        it may have ended, and it is queued again when its node is lost."""
+        it may have ended, and it is queued again when its node is lost. Nor is a quarantined job, which could
+        not be changed."""
         moves = sorted(self._due_moves(), key=lambda move: _move_order(move[0]))[:MOVED_JOBS_PER_TICK_MAX]
         if not moves:
             return
-        _log.info(
-            "moving %d jobs off draining nodes, first %s: %s", len(moves), moves[0][0].job_id, moves[0][1]
-        )
-        await self._lifecycle.requeue_unconfirmed_jobs(
+        moving = await self._lifecycle.requeue_unconfirmed_jobs(
             (job, requeue_reason(reason)) for job, reason in moves if job.state is JobState.PLACING
         )
         # A launch that is confirmed meanwhile is moved by the next tick.
-        await self._stop_jobs(
+        moving += await self._stop_jobs(
             [(job, reason) for job, reason in moves if job.state is JobState.RUNNING], StopReason.PREEMPT
         )
+        if moving:
+            why = next(reason for job, reason in moves if job.job_id == moving[0].job_id)
+            _log.info("moving %d jobs off draining nodes, first %s: %s", len(moving), moving[0].job_id, why)
 
     def _due_moves(self) -> Iterator[tuple[Job, str]]:
         seen: set[str] = set()
@@ -109,6 +110,8 @@ class NodeDrains:
                 continue
             for job in self._jobs_on_node(node_id):
                 if job.job_id in seen or job.stop or not _is_movable_or_moving(job):
+                    continue
+                if self._ledger.jobs.prefix + job.job_id in self._ledger.quarantined:
                     continue
                 if not _has_started(job) or self._is_in_contact(job):
                     seen.add(job.job_id)
@@ -138,6 +141,8 @@ class NodeDrains:
         self, node_id: str, drain_status: str, *, moves_jobs: bool, keeps_reason: bool = False
     ) -> None:
         def build(txn: Transaction) -> NodeRecord:
+            self._ledger.nodes.check_writable(node_id)
+            self._ledger.holds.check_writable(node_id)  # such a node is not listed either
             record = self._ledger.nodes.get(node_id)
             if record is None:
                 raise NodeNotFoundError(f"there is no node {node_id[:80]!r}", hint="'genie nodes' lists them")

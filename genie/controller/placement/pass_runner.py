@@ -68,10 +68,13 @@ class PassRunner:
             self._planner.undo_unrecorded_pass_starts(start.job_id for start in starts)
         await self._refresh_planner_caches()
 
-    async def stop_jobs(self, jobs: Iterable[tuple[Job, str]], stop_kind: StopReason) -> None:
-        """Mark running jobs, each with a reason, and send the kills to their agents."""
-        for stopped in await self._lifecycle.mark_jobs_stopping(jobs, stop_kind):
-            self._agents.send_kills(stopped)
+    async def stop_jobs(self, jobs: Iterable[tuple[Job, str]], stop_kind: StopReason) -> list[Job]:
+        """Mark running jobs, each with a reason, and send the kills to their agents. Return those that were
+        marked."""
+        stopping = await self._lifecycle.mark_jobs_stopping(jobs, stop_kind)
+        for job in stopping:
+            self._agents.send_kills(job)
+        return stopping
 
     def log_launches(self) -> None:
         """Log the jobs that were launched since the last call."""

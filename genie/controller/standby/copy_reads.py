@@ -23,7 +23,7 @@ from genie.controller.requests.quotas import make_quotas_reply
 from genie.controller.requests.reply_size import truncate_to_reply
 from genie.controller.rows import NodeRecord
 from genie.controller.standby.ledger_copy import LedgerCopy
-from genie.controller.tokens import check_token_not_revoked, token_records_after
+from genie.controller.tokens import check_token_not_revoked, check_token_readable, token_records_after
 from genie.model.messages import (
     COPY_REQUESTS,
     AgedReply,
@@ -85,6 +85,7 @@ class CopyReads:
 
     def _check_identity(self, identity: Identity) -> None:
         self._copy.check_usable()
+        check_token_readable(self._copy.tables.tokens, identity.token_id)
         record = self._copy.tables.tokens.get(identity.token_id)
         check_token_not_revoked(identity.token_id, record, now=self._clock.wall_s())
 

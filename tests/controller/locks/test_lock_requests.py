@@ -465,3 +465,49 @@ async def test_an_unreadable_record_blocks_only_its_lock_until_an_owner_deletes_
         assert (await acquire(client, new_acquisition_id(), name="other")).fencing_token
         assert (await client.ask(BreakLock(tenant="default", name="l"))).holder == ""
         assert (await acquire(client, new_acquisition_id())).fencing_token
+
+
+async def test_a_record_of_a_newer_release_stays_until_that_release_leads(
+    controller: RunningController, clock: FakeClock
+) -> None:
+    holder = new_acquisition_id()
+    async with controller.client() as client:
+        token = (await acquire(client, holder)).fencing_token
+        stored = await controller.store.get("lock/default/l")
+        assert stored is not None
+    await controller.stop()
+    newer = stored.value.replace(b"{", b'{"shared": true, ', 1)
+    await controller.store.commit([], [Put("lock/default/l", newer)])
+    await controller.start()
+    async with controller.client() as client:
+        await clock.advance(10 * TTL_S)
+        for request in (
+            acquire(client, new_acquisition_id()),
+            renew(client, holder, token),
+            release(client, holder),
+        ):
+            with pytest.raises(LockError, match=r"newer release of Genie: .* does not know shared"):
+                await request
+        unchanged = await controller.store.get("lock/default/l")
+        assert unchanged is not None
+        assert unchanged.value == newer
+    await controller.stop()
+    await controller.store.commit([], [Put("lock/default/l", stored.value)])  # as the newer release reads it
+    await controller.start()
+    async with controller.client() as client:
+        assert await renew(client, holder, token) == ""
+
+
+async def test_an_owner_deletes_the_record_of_a_newer_release(controller: RunningController) -> None:
+    async with controller.client() as client:
+        await acquire(client, new_acquisition_id())
+        stored = await controller.store.get("lock/default/l")
+        assert stored is not None
+    await controller.stop()
+    await controller.store.commit(
+        [], [Put("lock/default/l", stored.value.replace(b"{", b'{"shared": true, ', 1))]
+    )
+    await controller.start()
+    async with controller.client() as client:
+        assert (await client.ask(BreakLock(tenant="default", name="l"))).holder == ""
+        assert (await acquire(client, new_acquisition_id())).fencing_token

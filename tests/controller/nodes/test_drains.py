@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from genie.controller.jobs.transitions import JobTransitions
+from genie.controller.ledger import Transaction
 from genie.controller.nodes import drains
 from genie.controller.rows import NodeRecord
 from genie.errors import GenieError, NodeNotFoundError, UsageError
@@ -242,6 +245,37 @@ async def test_jobs_move_in_batches_by_priority_until_the_node_is_undrained(
         await setup.advance(3.0)
         assert (await setup.owner.job(low.job_id)).stop is StopReason.NONE
         assert (await setup.owner.job(high.job_id)).stop is StopReason.PREEMPT, "it has been stopped"
+
+
+async def test_job_that_cannot_be_changed_neither_delays_others_nor_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="genie.controller.nodes.drains")
+    monkeypatch.setattr(drains, "MOVED_JOBS_PER_TICK_MAX", 1)
+    stage_stop, attempts = JobTransitions.stage_stop, list[str]()
+
+    def stage_stop_except_high(
+        self: JobTransitions, txn: Transaction, job: Job, stop: StopReason, reason: str
+    ) -> Job:
+        attempts.append(job.spec.name)
+        if job.spec.name == "high":
+            raise ValueError("a row that cannot be changed")
+        return stage_stop(self, txn, job, stop, reason)
+
+    monkeypatch.setattr(JobTransitions, "stage_stop", stage_stop_except_high)
+    async with two_nodes(tmp_path) as setup:
+        low, _ = await setup.start_on_a(restartable("low"))
+        high, _ = await setup.start_on_a(restartable("high", priority=5))
+        await setup.empty_a()
+        assert (await setup.advance_until_kill()).job_id == low.job_id
+        count = attempts.count("high")
+        await setup.advance(3.0)
+        assert attempts.count("high") == count, "it is not retried at each tick"
+        logged = [record.getMessage() for record in caplog.records if "moving" in record.getMessage()]
+        assert logged == [
+            f"moving 1 jobs off draining nodes, first {low.job_id}: moving from a: draining (new fans)"
+        ]
+        assert [row.key for row in (await setup.owner.status()).quarantined] == [f"job/{high.job_id}"]
 
 
 async def test_latest_drain_decides_whether_jobs_move(tmp_path: Path) -> None:

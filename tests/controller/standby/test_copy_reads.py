@@ -27,6 +27,12 @@ TOKEN = TokenRecord(token_id="red1", kind=TokenKind.USER, secret_sha256="", tena
 IDENTITY = Identity(token_id="red1", kind=TokenKind.USER, tenant="red")
 
 
+class _NewerTokenRecord(TokenRecord, frozen=True, kw_only=True):
+    """A token with a restriction that a newer release adds."""
+
+    only_reads: bool = False
+
+
 class _NoChannel:
     """The channel of a connection that only has an identity."""
 
@@ -81,6 +87,13 @@ async def test_token_that_is_not_valid_in_the_copy_is_rejected(
     clock = FakeClock()
     async with reads_of(msgspec.structs.replace(TOKEN, **changes), clock) as reads:
         with pytest.raises(TokenRefusedError, match=message):
+            await reads.respond(make_connection(), ListJobs())
+
+
+async def test_token_of_a_newer_release_in_the_copy_is_rejected_with_that_reason() -> None:
+    clock, newer = FakeClock(), _NewerTokenRecord(**msgspec.structs.asdict(TOKEN), only_reads=True)
+    async with reads_of(newer, clock) as reads:
+        with pytest.raises(TokenRefusedError, match=r"newer release of Genie: .* does not know only_reads"):
             await reads.respond(make_connection(), ListJobs())
 
 
