@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from genie.errors import (
@@ -122,6 +122,51 @@ def test_invalid_requests_are_rejected() -> None:
     ):
         with pytest.raises(ProtocolError, match="sent an invalid message"):
             decoder.decode(body, peer="x")
+
+
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.builds(msgspec.msgpack.Ext, st.integers(0, 127), st.binary(max_size=9))
+)
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=9) | st.integers(-9, 9) | st.none(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def requests_with_any_fields(draw: st.DrawFn) -> dict[str, object]:
+    """Fields of requests that this release knows, with any values, and some that it does not know."""
+    kind = draw(st.sampled_from(CONTROLLER_REQUESTS))
+    names = [field.encode_name for field in msgspec.structs.fields(kind)]
+    names.append("orbit")
+    fields: dict[str, object] = {
+        name: draw(_VALUES) for name in draw(st.lists(st.sampled_from(names), unique=True))
+    }
+    return {"type": draw(st.just(kind.__name__) | _VALUES), **fields}
+
+
+@given(value=_VALUES | requests_with_any_fields())
+@example(value={"type": []})
+@example(value={"type": {}})
+@example(value={"type": msgspec.msgpack.Ext(5, b"x")})
+@example(value={"type": "GetJob", "job_id": []})
+def test_any_value_is_decoded_or_rejected_with_a_protocol_error(value: object) -> None:
+    decoder = wire.RequestDecoder(CONTROLLER_REQUESTS)
+    try:
+        request = decoder.decode(msgspec.msgpack.encode(value), peer="x")
+    except ProtocolError:  # VersionError is one
+        return
+    assert isinstance(request, CONTROLLER_REQUESTS)
 
 
 def _encode_fields(**fields: object) -> bytes:
