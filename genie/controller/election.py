@@ -24,6 +24,7 @@ from genie.errors import (
     StoreUnavailableError,
 )
 from genie.model.fencing import make_fencing_token, revision_of_token
+from genie.model.record import Facts
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ DUPLICATE_DETECTION_TTLS = 2.0
 """After this number of TTLs, a key that still exists is being renewed by a running controller."""
 
 
-class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderRecord(Facts, frozen=True, kw_only=True):
     """The holder of the key: `name` is the same in every start of a controller, `address` is HOST:PORT."""
 
     name: str
