@@ -76,6 +76,7 @@ from genie.errors import (
     LeadershipError,
     ReleaseSkewError,
     StoreError,
+    StoreVersionError,
     TlsError,
 )
 from genie.model.failover import campaign_interval_s
@@ -564,23 +565,37 @@ class Controller:
 
     async def _try_win_election(self) -> bool:
         try:
-            record = await self._read_cluster_record()
-            if await self._election.has_duplicate_controller():
-                return False  # and do not replace its address
-            await self._server_releases.announce(self.address)
-            self._release_skew_alarm = ""
-            await self._register_controller()
-            return await self._election.try_win_election(
-                self.address, generation=record.generation if record else 0
-            )
+            try:
+                return await self._announce_and_campaign()
+            except ReleaseSkewError as error:
+                if not self._release_skew_alarm:
+                    _log.error("cannot lead: %s", error)
+                self._release_skew_alarm = f"this server cannot lead: {error.message}"
+                await self._election.read_leader()  # to follow it
+                await self._refresh_controller_addresses()
+                return False
         except (StoreError, LeadershipError) as error:
             self._record_failed_term_start(error)
             return False
-        except ReleaseSkewError as error:
-            if not self._release_skew_alarm:
-                _log.error("cannot lead: %s", error)
-            self._release_skew_alarm = f"this server cannot lead: {error.message}"
-            return False
+
+    async def _announce_and_campaign(self) -> bool:
+        """Raise ReleaseSkewError if only servers of other releases can lead."""
+        unreadable: StoreVersionError | None = None
+        record: ClusterRecord | None = None
+        try:
+            record = await self._read_cluster_record()
+        except StoreVersionError as error:
+            unreadable = error
+        if await self._election.has_duplicate_controller():
+            return False  # and do not replace its address
+        await self._server_releases.announce(self.address)
+        if unreadable is not None:
+            raise ReleaseSkewError(unreadable.message, hint=unreadable.hint)
+        self._release_skew_alarm = ""
+        await self._register_controller()
+        return await self._election.try_win_election(
+            self.address, generation=record.generation if record else 0
+        )
 
     async def _try_begin_term(self) -> bool:
         try:

@@ -159,6 +159,15 @@ class Election:
             return False
         return won
 
+    async def read_leader(self) -> None:
+        """Set `leader` without trying to win the election."""
+        found = await self._store.get(LEADER_KEY)
+        self._store_health.record_success()
+        if found is None:
+            self.leader = None
+        else:
+            self._decode_leader_and_check_is_self(found)
+
     async def hold_leadership_until_term_ends(self) -> None:
         """Renew the lease until the term ends."""
         async with asyncio.TaskGroup() as group:
