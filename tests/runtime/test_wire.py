@@ -17,11 +17,14 @@ from genie.errors import (
     ProtocolError,
     VersionError,
 )
+from genie.model.job import JobSpec, Placement
 from genie.model.messages import (
+    AGENT_REQUESTS,
     CONTROLLER_REQUESTS,
     GetJob,
     Heartbeat,
     JobReply,
+    Launch,
     RunningJob,
     SubmitJob,
     reply_type,
@@ -195,6 +198,22 @@ def test_request_of_a_newer_release_is_rejected_by_name() -> None:
             decoder.decode(body, peer="1.2.3.4:5 (Genie 0.9.0)")
         assert caught.value.message.startswith("1.2.3.4:5 (Genie 0.9.0) sent ")
         assert "upgrade this side first" in caught.value.hint
+
+
+def test_launch_with_a_field_that_the_agent_does_not_know_is_rejected() -> None:
+    """So an agent never starts a job whose dead-man timer, or another rule, it would not follow."""
+    launch = Launch(
+        job_id="j",
+        tenant="t",
+        spec=JobSpec(name="n", command=("true",)),
+        placement=Placement(node_id="a", epoch=1, incarnation=1, gpu_ids=()),
+        leader_token=1,
+        has_deadman_timer=False,
+    )
+    fields = msgspec.msgpack.decode(wire.encode_message(launch))
+    assert fields.pop("deadman") is False
+    with pytest.raises(VersionError, match=r"sent Launch with dead_man_2, which Genie .* must not ignore"):
+        wire.RequestDecoder(AGENT_REQUESTS).decode(_encode_fields(**fields, dead_man_2=False), peer="x")
 
 
 def test_names_in_a_version_error_are_short_and_printable() -> None:

@@ -1,4 +1,4 @@
-"""The records of a server whose member of etcd is removed (the command: tests/integration/test_servers.py)."""
+"""The records of a server whose member is removed (the command: tests/integration/test_servers.py)."""
 
 from __future__ import annotations
 
