@@ -119,6 +119,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 instance=controller_instance_id(directory),
                 offload=offload,
                 etcd_endpoints=lambda: _managed_etcd_endpoints(settings, store),
+                etcd_member=_managed_etcd_member_name(settings, member),
                 gossip=_find_gossip_support(settings, clock),
                 gossip_port=settings.gossip.server_port,
             )
@@ -151,6 +152,11 @@ def _managed_etcd_endpoints(settings: config.Settings, store: Store) -> tuple[st
 
     assert isinstance(store, EtcdStore)
     return store.address.endpoints
+
+
+def _managed_etcd_member_name(settings: config.Settings, member: LocalMember | None) -> str:
+    """The name of this machine's member of an etcd cluster that Genie runs; empty for another store."""
+    return "" if member is None or settings.controller.store != LOCAL_ETCD_STORE else member.name
 
 
 def _make_etcd_maintenance(

@@ -25,7 +25,7 @@ from genie.controller.blobs.storage import BlobStorage
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
 from genie.controller.controller_directory import LocalAccessFiles
-from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
+from genie.controller.election import ControllerAddresses, Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
@@ -67,7 +67,7 @@ from genie.controller.rows import ClusterRecord
 from genie.controller.standby.leader_link import LeaderLink
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.standby.requests import StandbyRequests
-from genie.controller.store import Put, Store
+from genie.controller.store import Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.controller.store_monitor import StoreMonitor
 from genie.controller.tokens import TokenRegistry
@@ -76,6 +76,7 @@ from genie.errors import (
     LeadershipError,
     ReleaseSkewError,
     StoreError,
+    StoreVersionError,
     TlsError,
 )
 from genie.model.failover import campaign_interval_s
@@ -110,8 +111,8 @@ class Controller:
     `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
-    `etcd_endpoints` returns the members of an etcd cluster that Genie manages. `gossip_port` is that of all
-    servers.
+    `etcd_endpoints` returns the members of an etcd cluster that Genie manages, `etcd_member` is the name of
+    that on this machine. `gossip_port` is that of all servers.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Controller:
         random_bytes: Callable[[int], bytes] = os.urandom,
         offload: Offload = run_inline,
         etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
+        etcd_member: str = "",
         gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
         gossip_port: int = 0,
     ) -> None:
@@ -143,7 +145,6 @@ class Controller:
         self._pass_wake_event = asyncio.Event()
         self._ready_event = asyncio.Event()
         self._tick_interval_s = min(_TICK_INTERVAL_S_MAX, config.node_suspect_s / 4)
-        self._controller_addresses: tuple[str, ...] = ()
         self._node_status_log = NodeStatusLog()
         self._next_tick_s = 0.0
         self._has_term_begun = False
@@ -158,8 +159,13 @@ class Controller:
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._local_access_files = LocalAccessFiles(state_dir)
         self._locks = LockTable(self._ledger, self._election, clock=clock)
+        self._controller_addresses = ControllerAddresses(store, name=name, get_own=lambda: self.address)
         self._server_releases = ServerReleases(
-            store, name=name, clock=clock, set_cluster_release=self._ledger.set_cluster_release
+            store,
+            name=name,
+            etcd_member=etcd_member,
+            clock=clock,
+            set_cluster_release=self._ledger.set_cluster_release,
         )
         self._release_skew_alarm = ""
         self._periodic_step_runner = PeriodicStepRunner(clock)
@@ -263,8 +269,8 @@ class Controller:
             faults=self._node_faults,
             config=self._config,
             clock=clock,
-            controllers=lambda: self._controller_addresses,
-            refresh_controllers=self._refresh_controller_addresses,
+            controllers=lambda: self._controller_addresses.known,
+            refresh_controllers=self._controller_addresses.refresh,
             check_rows_of_node_writable=self._admission.check_rows_of_node_writable,
             forget_node=self._admission.forget_node,
             wake=self._pass_wake_event.set,
@@ -379,7 +385,7 @@ class Controller:
             directory=self._controller_dir,
             server_port=server_port,
             own_address=lambda: self.address,
-            controllers=lambda: self._controller_addresses,
+            controllers=lambda: self._controller_addresses.known,
         )
 
     def _open_blob_storage(self) -> BlobStorage:
@@ -399,7 +405,7 @@ class Controller:
             clock=self._clock,
             offload=offload,
             own_address=lambda: self.address,
-            controllers=lambda: self._controller_addresses,
+            controllers=lambda: self._controller_addresses.known,
             needed=self._jobs.catalog.needed_blobs,
             client_tls=client_tls if self._certificates.are_enabled else None,
         )
@@ -415,7 +421,7 @@ class Controller:
         )
 
         def make_copy() -> LedgerCopy:
-            return LedgerCopy(self._store, clock=self._clock, write_mark=self._write_address)
+            return LedgerCopy(self._store, clock=self._clock, write_mark=self._controller_addresses.write_own)
 
         return StandbyRequests(
             link,
@@ -452,7 +458,7 @@ class Controller:
             connections=self._connections,
             clock=self._clock,
             ready=self._ready_event,
-            controllers=lambda: self._controller_addresses,
+            controllers=lambda: self._controller_addresses.known,
             handlers=handlers,
             standby_requests=self._standby_requests,
         )
@@ -533,7 +539,6 @@ class Controller:
 
         def on_listening(port: int) -> None:
             self.port = port
-            self._controller_addresses = (self.address,)
             where = address_text(self._config.bind, port)
             _log.info("listening on %s, TLS %s", where, self._config.tls)
             listening.set()
@@ -564,23 +569,37 @@ class Controller:
 
     async def _try_win_election(self) -> bool:
         try:
-            record = await self._read_cluster_record()
-            if await self._election.has_duplicate_controller():
-                return False  # and do not replace its address
-            await self._server_releases.announce(self.address)
-            self._release_skew_alarm = ""
-            await self._register_controller()
-            return await self._election.try_win_election(
-                self.address, generation=record.generation if record else 0
-            )
+            try:
+                return await self._announce_and_campaign()
+            except ReleaseSkewError as error:
+                if not self._release_skew_alarm:
+                    _log.error("cannot lead: %s", error)
+                self._release_skew_alarm = f"this server cannot lead: {error.message}"
+                await self._election.read_leader()  # to follow it
+                await self._controller_addresses.refresh()
+                return False
         except (StoreError, LeadershipError) as error:
             self._record_failed_term_start(error)
             return False
-        except ReleaseSkewError as error:
-            if not self._release_skew_alarm:
-                _log.error("cannot lead: %s", error)
-            self._release_skew_alarm = f"this server cannot lead: {error.message}"
-            return False
+
+    async def _announce_and_campaign(self) -> bool:
+        """Raise ReleaseSkewError if only servers of other releases can lead."""
+        unreadable: StoreVersionError | None = None
+        record: ClusterRecord | None = None
+        try:
+            record = await self._read_cluster_record()
+        except StoreVersionError as error:
+            unreadable = error
+        if await self._election.has_duplicate_controller():
+            return False  # and do not replace its address
+        await self._server_releases.announce(self.address)
+        if unreadable is not None:
+            raise ReleaseSkewError(unreadable.message, hint=unreadable.hint)
+        self._release_skew_alarm = ""
+        await self._controller_addresses.register()
+        return await self._election.try_win_election(
+            self.address, generation=record.generation if record else 0
+        )
 
     async def _try_begin_term(self) -> bool:
         try:
@@ -600,22 +619,6 @@ class Controller:
             self._store_health.record_failure(error)  # which logs it once
         else:
             _log.warning("cannot become leader: %s", error)
-
-    async def _register_controller(self) -> None:
-        """Store this controller's address before it may lead: agents must know every possible leader."""
-        stored = await self._store.get(CONTROLLER_KEY_PREFIX + self._name)
-        if stored is None or stored.value != self.address.encode():
-            await self._write_address()
-        await self._refresh_controller_addresses()
-
-    async def _write_address(self) -> int:
-        put = Put(CONTROLLER_KEY_PREFIX + self._name, self.address.encode())
-        return (await self._store.commit([], [put])).revision
-
-    async def _refresh_controller_addresses(self) -> None:
-        found = await self._store.range(CONTROLLER_KEY_PREFIX)
-        others = sorted({item.value.decode() for item in found.items} - {self.address})
-        self._controller_addresses = (self.address, *others)
 
     async def _read_cluster_record(self) -> ClusterRecord | None:
         """Return the record of the cluster; None in an empty store.
@@ -744,7 +747,7 @@ class Controller:
                 "measuring the store": self._store_monitor.measure_and_compact_if_due,
                 "deleting old jobs": self._jobs.history.delete_old_jobs,
                 "deleting old tokens": self._tokens.delete_old_tokens,
-                "reading the list of controllers": self._refresh_controller_addresses,
+                "storing and reading the addresses of controllers": self._controller_addresses.register,
                 "reading the releases of the servers": self._server_releases.refresh,
                 "announcing the release of this server": self._announce_release,
                 "disconnecting outdated nodes": self._disconnect_outdated_nodes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -24,6 +25,7 @@ from genie.errors import (
     StoreUnavailableError,
 )
 from genie.model.fencing import make_fencing_token, revision_of_token
+from genie.model.record import Facts
 from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -36,13 +38,45 @@ DUPLICATE_DETECTION_TTLS = 2.0
 """After this number of TTLs, a key that still exists is being renewed by a running controller."""
 
 
-class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderRecord(Facts, frozen=True, kw_only=True):
     """The holder of the key: `name` is the same in every start of a controller, `address` is HOST:PORT."""
 
     name: str
     address: str
     instance: str = ""
     """Machine, boot and directory of the controller; empty if unknown."""
+
+
+class ControllerAddresses:
+    """The addresses, HOST:PORT, of all controllers that may lead. `get_own` returns that of this one."""
+
+    def __init__(self, store: Store, *, name: str, get_own: Callable[[], str]) -> None:
+        self._store = store
+        self._key = CONTROLLER_KEY_PREFIX + name
+        self._get_own = get_own
+        self._others: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """This controller's address and those of the others as last read."""
+        return (self._get_own(), *self._others)
+
+    async def register(self) -> None:
+        """Store this controller's address, and read the others. Agents must know every possible leader, so it
+        is called before this controller may lead, and while it does."""
+        stored = await self._store.get(self._key)
+        if stored is None or stored.value != self._get_own().encode():
+            await self.write_own()
+        await self.refresh()
+
+    async def write_own(self) -> int:
+        """Store this controller's address; return the revision."""
+        return (await self._store.commit([], [Put(self._key, self._get_own().encode())])).revision
+
+    async def refresh(self) -> None:
+        """Read the addresses of the others."""
+        found = await self._store.range(CONTROLLER_KEY_PREFIX)
+        self._others = tuple(sorted({item.value.decode() for item in found.items} - {self._get_own()}))
 
 
 class StoreHealth:
@@ -157,6 +191,15 @@ class Election:
             self._store_health.record_failure(error)
             return False
         return won
+
+    async def read_leader(self) -> None:
+        """Set `leader` without trying to win the election."""
+        found = await self._store.get(LEADER_KEY)
+        self._store_health.record_success()
+        if found is None:
+            self.leader = None
+        else:
+            self._decode_leader_and_check_is_self(found)
 
     async def hold_leadership_until_term_ends(self) -> None:
         """Renew the lease until the term ends."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from genie.model.node import NodeInfo
+from genie.model.record import Record
 
 
-class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeRecord(Record, frozen=True, kw_only=True):
     """A node as it last registered, and the controllers that it has certainly been informed of."""
 
     info: NodeInfo
@@ -22,11 +23,11 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """While it is drained: its restartable jobs are moved to other nodes."""
 
 
-class Counter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Counter(Record, frozen=True, kw_only=True):
     value: int
 
 
-class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterRecord(Record, frozen=True, kw_only=True):
     cluster_id: str
     ca_pin: str
     generation: int = 0

@@ -282,7 +282,7 @@ class Peer:
             raise ProtocolError("this side does not accept requests")
         try:
             request = self._decoder.decode(frame.payload, peer=self.name_with_release)
-        except ProtocolError:
+        except Exception:  # also one that the decoder does not expect: the frame comes from a stranger
             self._invalid_requests += 1
             if self._invalid_requests > INVALID_REQUESTS_MAX:
                 self.close()

@@ -126,7 +126,7 @@ class RequestDecoder:
     def __init__(self, types: Sequence[type[Message]]) -> None:
         union: Any = functools.reduce(operator.or_, types)  # Any: a union made at run time
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
-        self._type_by_name: dict[object, type[Message]] = {kind.__name__: kind for kind in types}
+        self._type_by_name: dict[str, type[Message]] = {kind.__name__: kind for kind in types}
 
     def decode(self, payload: bytes, *, peer: str) -> Message:
         """Raises VersionError for what only another release knows, and ProtocolError."""
@@ -139,7 +139,7 @@ class RequestDecoder:
     def _check_known_to_this_release(self, payload: bytes, peer: str) -> None:
         value = _decode_untyped(payload)
         name = value.get(_TYPE_FIELD)
-        kind = self._type_by_name.get(name)
+        kind = self._type_by_name.get(name) if isinstance(name, str) else None
         if kind is None and isinstance(name, str) and name.isidentifier():
             raise VersionError(
                 f"{peer} sent the request {name[:_NAME_CHARS_MAX]}, which Genie {__version__} does not have",

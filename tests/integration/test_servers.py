@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.etcd.membership import open_etcd_cluster
+from genie.controller.store.etcd import EtcdStore
 from genie.supervisor import local_cluster, process_records
 from tests.needs import require_program
 from tests.ports import free_ports
@@ -146,13 +149,31 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert len(members) == 3
     assert not members[lost.name]["healthy"]
     assert sum(member["is_leader"] for member in members.values()) <= 1
-    other.run("etcd", "remove", lost.name)
+    assert lost.where in list_controller_addresses(other.state_dir)
+    removed = other.run("etcd", "remove", lost.name)
+    assert f"removed the address of its controller, {lost.where}" in removed.stdout + removed.stderr
+    assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
     shutil.rmtree(lost.state_dir)
     lost.name = "s4"
     lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
     assert len(other.list_members()) == 3
     assert all(member["healthy"] for member in other.list_members())
+
+
+def list_controller_addresses(state_dir: Path) -> list[str]:
+    """The addresses of controllers in the etcd of a server."""
+
+    async def read_addresses() -> list[str]:
+        member = LocalMember.read(state_dir)
+        assert member is not None
+        store = await EtcdStore.open_address(member.address(state_dir))
+        try:
+            return [item.value.decode() for item in (await store.range(CONTROLLER_KEY_PREFIX)).items]
+        finally:
+            await store.close()
+
+    return asyncio.run(read_addresses())
 
 
 async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], tmp_path: Path) -> None:

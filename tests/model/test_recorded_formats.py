@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from genie.agent.identity import read_controller_addresses
 from genie.agent.journal import JobRecord, Journal
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.ledger import LedgerTable
+from genie.controller.rows import ClusterRecord
 from genie.model.messages import Message, Request
 from genie.processes.process_identity import ProcessIdentity
 from genie.runtime import device_protocol, wire
@@ -108,6 +111,31 @@ def test_recorded_rows_are_read(release: str) -> None:
         assert fields_of(row) == recorded["fields"], prefix
         if (release, prefix) not in ENCODED_DIFFERENTLY:
             assert msgspec.json.encode(row).decode() == recorded["row"], prefix
+
+
+def structs_in(node: inspect.Type) -> Iterator[type[msgspec.Struct]]:
+    """The types of structs in a type, itself included."""
+    if isinstance(node, inspect.StructType):
+        yield node.cls
+        inner = [field.type for field in node.fields]
+    else:
+        named = (getattr(node, name, None) for name in ("type", "item_type", "key_type", "value_type"))
+        inner = [each for each in named if isinstance(each, inspect.Type)]
+        inner += [*getattr(node, "types", ()), *getattr(node, "item_types", ())]
+    for each in inner:
+        yield from structs_in(each)
+
+
+@pytest.mark.parametrize("prefix", sorted(ROW_TYPES))
+def test_rows_are_stored_without_fields_that_have_their_default(prefix: str) -> None:
+    """A new field that is not used must not be in the row: an older server would reject the whole row."""
+    for kind in structs_in(inspect.type_info(ROW_TYPES[prefix])):
+        assert kind.__struct_config__.omit_defaults, f"{kind.__name__} is not a Record: {prefix}"
+
+
+def test_row_of_a_new_cluster_has_only_what_is_set() -> None:
+    record = ClusterRecord(cluster_id="c1", ca_pin="p")
+    assert json.loads(msgspec.json.encode(record)) == {"cluster_id": "c1", "ca_pin": "p"}
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+import msgspec
 import pytest
 
 from genie.errors import (
@@ -273,6 +274,37 @@ async def test_peer_that_sends_many_invalid_requests_is_disconnected(monkeypatch
         assert await peer.call(FetchTrust(), timeout_s=5)
         with pytest.raises(ConnectionLostError):
             await peer.call(Kill(job_id="j", epoch=1, leader_token=1, reason=""), timeout_s=5)
+        await until(lambda: server.ended == 1)
+
+
+@pytest.mark.parametrize("body", [{"type": []}, {"type": {}}, [], {"type": "GetJob", "job_id": {}}])
+async def test_requests_without_a_valid_type_count_as_invalid(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, body: object
+) -> None:
+    monkeypatch.setattr(rpc, "INVALID_REQUESTS_MAX", 3)
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
+        for call_id in range(5):
+            frame = wire.pack_frame(wire.FrameKind.REQUEST, call_id, msgspec.msgpack.encode(body))
+            assert peer.channel.try_send_nowait(frame)
+        await until(lambda: server.ended == 1, what="the server has closed the connection")
+    assert "Traceback" not in caplog.text
+
+
+async def test_failures_that_the_decoder_does_not_expect_count_as_invalid_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FailingDecoder(wire.RequestDecoder):
+        def decode(self, payload: bytes, *, peer: str) -> Message:
+            raise TypeError("a bug of the decoder")
+
+    monkeypatch.setattr(rpc, "INVALID_REQUESTS_MAX", 3)
+    monkeypatch.setattr(wire, "RequestDecoder", FailingDecoder)
+    async with run_scripted_server() as (server, port), connect_peer(port) as peer:
+        for _ in range(3):
+            with pytest.raises(GenieError, match="internal error"):
+                await peer.call(FetchTrust(), timeout_s=5)
+        with pytest.raises(ConnectionLostError):
+            await peer.call(FetchTrust(), timeout_s=5)
         await until(lambda: server.ended == 1)
 
 

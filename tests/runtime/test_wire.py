@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from genie.errors import (
@@ -17,11 +17,14 @@ from genie.errors import (
     ProtocolError,
     VersionError,
 )
+from genie.model.job import JobSpec, Placement
 from genie.model.messages import (
+    AGENT_REQUESTS,
     CONTROLLER_REQUESTS,
     GetJob,
     Heartbeat,
     JobReply,
+    Launch,
     RunningJob,
     SubmitJob,
     reply_type,
@@ -124,6 +127,51 @@ def test_invalid_requests_are_rejected() -> None:
             decoder.decode(body, peer="x")
 
 
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.binary(max_size=9)
+    | st.builds(msgspec.msgpack.Ext, st.integers(0, 127), st.binary(max_size=9))
+)
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=9) | st.integers(-9, 9) | st.none(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@st.composite
+def requests_with_any_fields(draw: st.DrawFn) -> dict[str, object]:
+    """Fields of requests that this release knows, with any values, and some that it does not know."""
+    kind = draw(st.sampled_from(CONTROLLER_REQUESTS))
+    names = [field.encode_name for field in msgspec.structs.fields(kind)]
+    names.append("orbit")
+    fields: dict[str, object] = {
+        name: draw(_VALUES) for name in draw(st.lists(st.sampled_from(names), unique=True))
+    }
+    return {"type": draw(st.just(kind.__name__) | _VALUES), **fields}
+
+
+@given(value=_VALUES | requests_with_any_fields())
+@example(value={"type": []})
+@example(value={"type": {}})
+@example(value={"type": msgspec.msgpack.Ext(5, b"x")})
+@example(value={"type": "GetJob", "job_id": []})
+def test_any_value_is_decoded_or_rejected_with_a_protocol_error(value: object) -> None:
+    decoder = wire.RequestDecoder(CONTROLLER_REQUESTS)
+    try:
+        request = decoder.decode(msgspec.msgpack.encode(value), peer="x")
+    except ProtocolError:  # VersionError is one
+        return
+    assert isinstance(request, CONTROLLER_REQUESTS)
+
+
 def _encode_fields(**fields: object) -> bytes:
     return msgspec.msgpack.encode(fields)
 
@@ -150,6 +198,22 @@ def test_request_of_a_newer_release_is_rejected_by_name() -> None:
             decoder.decode(body, peer="1.2.3.4:5 (Genie 0.9.0)")
         assert caught.value.message.startswith("1.2.3.4:5 (Genie 0.9.0) sent ")
         assert "upgrade this side first" in caught.value.hint
+
+
+def test_launch_with_a_field_that_the_agent_does_not_know_is_rejected() -> None:
+    """So an agent never starts a job whose dead-man timer, or another rule, it would not follow."""
+    launch = Launch(
+        job_id="j",
+        tenant="t",
+        spec=JobSpec(name="n", command=("true",)),
+        placement=Placement(node_id="a", epoch=1, incarnation=1, gpu_ids=()),
+        leader_token=1,
+        has_deadman_timer=False,
+    )
+    fields = msgspec.msgpack.decode(wire.encode_message(launch))
+    assert fields.pop("deadman") is False
+    with pytest.raises(VersionError, match=r"sent Launch with dead_man_2, which Genie .* must not ignore"):
+        wire.RequestDecoder(AGENT_REQUESTS).decode(_encode_fields(**fields, dead_man_2=False), peer="x")
 
 
 def test_names_in_a_version_error_are_short_and_printable() -> None:

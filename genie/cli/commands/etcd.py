@@ -60,7 +60,8 @@ def remove(
 ) -> None:
     """Remove a lost member, so that another server can take its place.
 
-    Fails while the member responds: stop it first with 'genie down'.
+    Agents and clients no longer try the address of its controller then. Fails while the member responds:
+    stop it first with 'genie down'.
     """
     address = _etcd_address_of_local_member(invocation.load_settings())
     asyncio.run(_remove_member(address, name))
@@ -99,7 +100,10 @@ async def _fetch_member_statuses(address: EtcdAddress) -> tuple[MemberStatus, ..
 
 
 async def _remove_member(address: EtcdAddress, name: str) -> None:
+    """Removes the records of the server first: if that fails, the command can be repeated."""
     from genie.controller.etcd.membership import open_etcd_cluster
+    from genie.controller.etcd.removed_server import delete_records_of_server
+    from genie.controller.store.etcd import EtcdStore
 
     async with open_etcd_cluster(address) as cluster:
         statuses = await cluster.fetch_statuses()
@@ -113,6 +117,13 @@ async def _remove_member(address: EtcdAddress, name: str) -> None:
                 f"cannot remove etcd member {name}: it is responding",
                 hint="only a lost member is removed; stop it with 'genie down' on its machine first",
             )
+        store = await EtcdStore.open_address(address)
+        try:
+            removed = await delete_records_of_server(store, name)
+        finally:
+            await store.close()
+        for controller in removed:
+            output.print_message(f"removed the address of its controller, {controller}")
         await cluster.remove_member(chosen[0].info.member_id)
 
 

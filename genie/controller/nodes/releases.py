@@ -36,15 +36,24 @@ class ServerRelease(Facts, frozen=True, kw_only=True):
     address: str
     """HOST:PORT."""
     announced_at: float
+    etcd_member: str = ""
+    """Name of the member of etcd on its machine; empty if Genie does not manage etcd."""
 
 
 class ServerReleases:
     """`set_cluster_release` is called with the lowest release of all servers."""
 
     def __init__(
-        self, store: Store, *, name: str, clock: Clock, set_cluster_release: Callable[[Release], None]
+        self,
+        store: Store,
+        *,
+        name: str,
+        clock: Clock,
+        set_cluster_release: Callable[[Release], None],
+        etcd_member: str = "",
     ) -> None:
         self._store = store
+        self._etcd_member = etcd_member
         self._key = SERVER_RELEASE_KEY_PREFIX + name
         self._clock = clock
         self._set_cluster_release = set_cluster_release
@@ -64,7 +73,9 @@ class ServerReleases:
             return
         if before is None:
             await self._check_works_with_other_servers()
-        record = ServerRelease(version=__version__, address=address, announced_at=now)
+        record = ServerRelease(
+            version=__version__, address=address, announced_at=now, etcd_member=self._etcd_member
+        )
         await self._store.commit([], [Put(self._key, msgspec.json.encode(record))])
         self._announced = record
 

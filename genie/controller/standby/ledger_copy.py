@@ -15,7 +15,7 @@ from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import LEADER_KEY
 from genie.controller.ledger import TABLES_AGE_S_MAX, LedgerTables
 from genie.controller.store import Store, WatchEvent
-from genie.errors import CompactedError, NotLeaderError, StoreError
+from genie.errors import CompactedError, NotLeaderError, StoreCorruptError, StoreError, StoreVersionError
 from genie.processes.clock import Clock
 from genie.processes.tasks import unwrapped_task_group
 
@@ -27,6 +27,8 @@ _WATCH_LAG_S_MAX = 1.0
 """How long one check waits for the watch."""
 _MARK_INTERVAL_S = 5.0
 _RETRY_INTERVAL_S = 1.0
+_RETRY_INTERVAL_S_MAX = 30.0
+"""While the store has data that this release cannot read, loading the tables cannot succeed."""
 _REVISION_KEY = "revision"
 
 
@@ -46,6 +48,9 @@ class LedgerCopy:
         self._applied_revision = 0
         self._confirmed_at_s = -math.inf
         self._last_mark_at_s = -math.inf
+        self._logged_error_codes: set[str] = set()
+        """Codes of the errors that were logged since the copy was last confirmed."""
+        self._retry_interval_s = _RETRY_INTERVAL_S
 
     @property
     def age_s(self) -> float:
@@ -81,11 +86,32 @@ class LedgerCopy:
                 self.is_loaded = False
                 continue
             except StoreError as error:
-                _log.debug("the copy of the ledger is not kept current: %s", error)
+                self._log_error_once("the copy of the ledger is not kept current", error)
+                await self._clock.sleep(self._next_retry_interval_s(error))
             except Exception:  # a task boundary: the copy must not end the controller
                 _log.exception("copying the ledger failed")
                 self.is_loaded = False
-            await self._clock.sleep(_RETRY_INTERVAL_S)
+                await self._clock.sleep(_RETRY_INTERVAL_S)
+
+    def _log_error_once(self, problem: str, error: StoreError) -> None:
+        if error.code not in self._logged_error_codes:
+            self._logged_error_codes.add(error.code)
+            _log.warning("%s: %s", problem, error)
+
+    def _next_retry_interval_s(self, error: StoreError) -> float:
+        """Doubled after each failure that another attempt does not repair."""
+        interval_s = self._retry_interval_s
+        if isinstance(error, (StoreCorruptError, StoreVersionError)):
+            self._retry_interval_s = min(interval_s * 2, _RETRY_INTERVAL_S_MAX)
+        else:
+            self._retry_interval_s = interval_s = _RETRY_INTERVAL_S
+        return interval_s
+
+    def _mark_confirmed(self, at_s: float) -> None:
+        """Record that the copy has every change before this monotonic time."""
+        self._confirmed_at_s = at_s
+        self._logged_error_codes.clear()
+        self._retry_interval_s = _RETRY_INTERVAL_S
 
     async def _load(self) -> None:
         # The tables are read later, at higher revisions. The watch replays the changes in between; the copy
@@ -129,20 +155,20 @@ class LedgerCopy:
             try:
                 await self._confirm_if_current()
             except StoreError as error:
-                _log.debug("the age of the copy of the ledger cannot be checked: %s", error)
+                self._log_error_once("the age of the copy of the ledger cannot be checked", error)
             await self._clock.sleep(AGE_CHECK_INTERVAL_S)
 
     async def _confirm_if_current(self) -> None:
         sent_s = self._clock.monotonic_s()
         if await self._wait_until_applied(await self._fetch_revision()):
-            self._confirmed_at_s = sent_s
+            self._mark_confirmed(sent_s)
             return
         sent_s = self._clock.monotonic_s()
         if sent_s - self._last_mark_at_s < _MARK_INTERVAL_S:
             return
         self._last_mark_at_s = sent_s
         if await self._wait_until_applied(await self._write_mark()):
-            self._confirmed_at_s = sent_s
+            self._mark_confirmed(sent_s)
 
     async def _fetch_revision(self) -> int:
         found = await self._store.range(LEADER_KEY, limit=1, timeout_s=_STORE_READ_TIMEOUT_S)

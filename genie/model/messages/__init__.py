@@ -184,8 +184,9 @@ class Launch(Request[Done], frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     """Addresses of the workers of the job, by rank."""
     has_deadman_timer: bool = msgspec.field(default=True, name="deadman")
-    """Whether the worker ends at the dead-man time. An agent that ignores the field ends it then, which is
-    safe; a controller that never sends False reclaims the resources then."""
+    """Whether the worker ends at the dead-man time. An agent that does not know the field rejects a launch in
+    which it is False (VersionError), and the job is placed again; a controller that never sends False
+    reclaims the resources then."""
 
 
 class Kill(Request[Done], frozen=True, kw_only=True):

@@ -169,6 +169,56 @@ async def test_unreadable_row_does_not_end_the_copy() -> None:
     await memory.close()
 
 
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [each for each in warnings if "copy of the ledger" in each]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [(b'{"cluster_id": "c", "ca_pin": "p", "orbit": 1}', "does not know orbit"), (b"{", "cannot be read")],
+)
+async def test_row_that_prevents_the_copy_is_logged_once_and_retried_ever_less_often(
+    row: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    await memory.commit([], [Put("cluster", row)])
+    async with followed_copy(memory, clock) as (copy, _):
+        attempts = 0
+        load = copy.tables.read_all_tables
+
+        async def count_and_load() -> None:
+            nonlocal attempts
+            attempts += 1
+            await load()
+
+        copy.tables.read_all_tables = count_and_load  # type: ignore[method-assign]
+        for _ in range(1200):
+            await clock.advance(0.1)
+        assert not copy.is_loaded
+        assert 4 <= attempts <= 12
+        (warning,) = list_warnings(caplog)
+        assert reason in warning
+        await memory.commit([], [Delete("cluster")])
+        await advance_until_current(clock, copy)
+    await memory.close()
+
+
+async def test_each_outage_of_the_store_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+    async with followed_copy(memory, clock) as (copy, store):
+        for outages in (1, 2):
+            await advance_until_current(clock, copy)
+            store.set_available(False)
+            for _ in range(100):
+                await clock.advance(0.1)
+            assert len(list_warnings(caplog)) == outages
+            store.set_available(True)
+    await memory.close()
+
+
 async def test_copy_knows_whether_a_controller_leads() -> None:
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)

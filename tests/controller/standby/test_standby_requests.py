@@ -7,8 +7,12 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from genie.controller.ledger import CLUSTER_KEY
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX
+from genie.controller.store import Delete, Put
 from genie.errors import (
     GenieError,
     JobNotFoundError,
@@ -316,3 +320,29 @@ async def _error_of(call: Coroutine[object, object, object]) -> GenieError:
     with pytest.raises(GenieError) as caught:
         await call
     return caught.value
+
+
+async def test_standby_that_cannot_read_the_cluster_record_forwards_and_announces_its_release(
+    tmp_path: Path,
+) -> None:
+    async with run_leader_and_standby(tmp_path) as cluster:
+        store, release_key = cluster.leader_store, SERVER_RELEASE_KEY_PREFIX + "two"
+        found = await store.get(CLUSTER_KEY)
+        assert found is not None
+        newer = msgspec.json.encode({**msgspec.json.decode(found.value), "fencing": "by other means"})
+        await store.commit([], [Put(CLUSTER_KEY, newer), Delete(release_key)])
+        await cluster.standby.restart()
+        assert await store.get(release_key) is not None
+        async with cluster.standby.client() as client:
+            status = await client.status()
+            assert (status.leader, status.store_ok) == (cluster.leader_address, True)
+            (alarm,) = (each for each in status.alarms if "cannot lead" in each)
+            assert "does not know fencing" in alarm
+            assert (await client.submit()).state is JobState.QUEUED
+        await store.commit([], [Put(CLUSTER_KEY, found.value)])
+
+        async def is_alarm_cleared() -> bool:
+            async with cluster.standby.client() as client:
+                return not [each for each in (await client.status()).alarms if "cannot lead" in each]
+
+        await until(is_alarm_cleared, timeout_s=30.0)

@@ -1,0 +1,55 @@
+"""What a server has stored about itself in etcd, deleted when its member is removed for good.
+
+Agents try every controller whose address is stored. That of a machine that no longer exists times out, so
+that restartable jobs would end whenever no leader can be found (docs/decisions/0002-dead-man-timer.md).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from genie.controller.election import CONTROLLER_KEY_PREFIX, LEADER_KEY, LeaderRecord
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerRelease
+from genie.controller.store import Compare, Delete, KeyValue, Store
+from genie.errors import StoreCorruptError, UsageError
+
+
+async def delete_records_of_server(store: Store, etcd_member: str) -> list[str]:
+    """Delete the addresses and releases of the controllers beside this member of etcd; return the addresses.
+
+    Raise UsageError while one of them leads: agents must know the address of the leader."""
+    addresses: list[str] = []
+    for item in (await store.range(SERVER_RELEASE_KEY_PREFIX)).items:
+        try:
+            server = msgspec.json.decode(item.value, type=ServerRelease)
+        except msgspec.DecodeError:
+            continue  # of a much newer release: then it has no member of this name
+        if server.etcd_member == etcd_member:
+            await _delete_unless_leading(
+                store, item.key.removeprefix(SERVER_RELEASE_KEY_PREFIX), etcd_member=etcd_member
+            )
+            addresses.append(server.address)
+    return addresses
+
+
+async def _delete_unless_leading(store: Store, name: str, *, etcd_member: str) -> None:
+    leader_key = await store.get(LEADER_KEY)
+    if leader_key is not None and _decode_leader(leader_key).name == name:
+        raise UsageError(
+            f"cannot remove etcd member {etcd_member}: the controller of that server leads",
+            hint="stop that server with 'genie down' on its machine, or wait until its lease has expired",
+        )
+    revision = 0 if leader_key is None else leader_key.create_revision
+    keys = (CONTROLLER_KEY_PREFIX + name, SERVER_RELEASE_KEY_PREFIX + name)
+    done = await store.commit([Compare(LEADER_KEY, revision, field="create")], [Delete(key) for key in keys])
+    if not done.succeeded:
+        raise UsageError(
+            f"cannot remove etcd member {etcd_member}: the leader has just changed", hint="try again"
+        )
+
+
+def _decode_leader(leader_key: KeyValue) -> LeaderRecord:
+    try:
+        return msgspec.json.decode(leader_key.value, type=LeaderRecord)
+    except msgspec.DecodeError as error:
+        raise StoreCorruptError(f"store key {LEADER_KEY!r} cannot be read: {error}") from error

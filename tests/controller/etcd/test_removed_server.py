@@ -1,0 +1,70 @@
+"""The records of a server whose member is removed (the command: tests/integration/test_servers.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.controller.election import CONTROLLER_KEY_PREFIX, LEADER_KEY, LeaderRecord
+from genie.controller.etcd.removed_server import delete_records_of_server
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerReleases
+from genie.controller.store import Delete, Put
+from genie.errors import UsageError
+from genie.sim.store import MemoryStore
+from tests.controller.running_controller import running_controller
+from tests.fakes.clock import FakeClock
+from tests.waiting import until
+
+
+async def store_records_of_server(store: MemoryStore, name: str, *, etcd_member: str) -> None:
+    servers = ServerReleases(
+        store, name=name, etcd_member=etcd_member, clock=FakeClock(), set_cluster_release=lambda release: None
+    )
+    await servers.announce(f"{name}:5555")
+    await store.commit([], [Put(CONTROLLER_KEY_PREFIX + name, f"{name}:5555".encode())])
+
+
+async def list_keys(store: MemoryStore) -> set[str]:
+    return {item.key for item in (await store.range("")).items}
+
+
+async def test_only_the_records_of_that_server_are_deleted() -> None:
+    store = await MemoryStore.open(clock=FakeClock())
+    for name, etcd_member in (("c1", "s1"), ("c2", "s2"), ("c3", "")):
+        await store_records_of_server(store, name, etcd_member=etcd_member)
+    await store.commit([], [Put(SERVER_RELEASE_KEY_PREFIX + "c4", b"{")])
+    before = await list_keys(store)
+    assert await delete_records_of_server(store, "s9") == []
+    assert await list_keys(store) == before
+    assert await delete_records_of_server(store, "s2") == ["c2:5555"]
+    assert before - await list_keys(store) == {CONTROLLER_KEY_PREFIX + "c2", SERVER_RELEASE_KEY_PREFIX + "c2"}
+    await store.close()
+
+
+async def test_address_of_the_leader_is_not_deleted() -> None:
+    store = await MemoryStore.open(clock=FakeClock())
+    await store_records_of_server(store, "c1", etcd_member="s1")
+    leader = LeaderRecord(name="c1", address="c1:5555")
+    await store.commit([], [Put(LEADER_KEY, msgspec.json.encode(leader))])
+    before = await list_keys(store)
+    with pytest.raises(UsageError, match="etcd member s1: the controller of that server leads"):
+        await delete_records_of_server(store, "s1")
+    assert await list_keys(store) == before
+    await store.commit([], [Delete(LEADER_KEY)])
+    assert await delete_records_of_server(store, "s1") == ["c1:5555"]
+    await store.close()
+
+
+async def test_leader_stores_its_address_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one:
+        key = CONTROLLER_KEY_PREFIX + one.name
+        await one.store.commit([], [Delete(key)])
+
+        async def is_address_stored() -> bool:
+            await clock.advance(1.0)
+            return await one.store.get(key) is not None
+
+        await until(is_address_stored)
