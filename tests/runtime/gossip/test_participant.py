@@ -211,6 +211,28 @@ async def test_unreachable_servers_are_logged_once(
     assert "10.99.0.1:5556" in warnings[0].message and "UDP and TCP" in warnings[0].message
 
 
+async def test_failed_start_ends_even_if_stopping_does_not(
+    inputs: ParticipantInputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class HangingGossip(SimGossip):
+        async def start(self, keys: Sequence[bytes]) -> None:
+            raise AddressInUseError("gossip cannot listen on 127.0.0.1:5557: the port is in use")
+
+        async def stop(self, *, leave: bool) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("genie.runtime.gossip.participant._STOP_TIMEOUT_S", 0.01)
+    identity = GossipIdentity(name="n1", role=MemberRole.NODE, release="1.0")
+    support = GossipSupport(
+        lambda _identity, port: HangingGossip(
+            inputs.medium, identity, host="127.0.0.1", port=port, clock=inputs.clock
+        ),
+        "",
+    )
+    async with inputs.running(support):
+        await until(lambda: "port is in use" in caplog.text, what="the failed start is reported")
+
+
 async def test_invalid_keys_start_nothing(
     inputs: ParticipantInputs, caplog: pytest.LogCaptureFixture
 ) -> None:
