@@ -124,7 +124,10 @@ class ServerGossip:
         record = record or ClusterRecord(cluster_id="", ca_pin="")
         numbers = gossip_keys.current_key_numbers(record, now=self._clock.wall_s())
         secrets = [
-            self._certificates.try_derive_secret(gossip_keys.gossip_key_purpose(number)) for number in numbers
+            self._certificates.try_derive_secret(
+                gossip_keys.gossip_key_purpose(generation=record.generation, number=number)
+            )
+            for number in numbers
         ]
         return tuple(base64.b64encode(secret).decode() for secret in secrets if secret is not None)
 

@@ -253,7 +253,7 @@ async def _stop_within_timeout(gossip: Gossip, *, leave: bool) -> None:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await gossip.stop(leave=leave)
     except (GenieError, TimeoutError) as error:
-        _log.info("gossip did not stop as it should: %s", error or f"no end after {_STOP_TIMEOUT_S:g} s")
+        _log.info("gossip did not stop cleanly: %s", str(error) or f"timeout after {_STOP_TIMEOUT_S:g} s")
 
 
 def _decode_keys(settings: GossipSettings) -> list[bytes]:
