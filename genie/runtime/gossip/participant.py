@@ -151,6 +151,10 @@ class GossipParticipant:
             self._next_settings_s = now_s + _UNKNOWN_REQUEST_INTERVAL_S
             _log.info("gossip is not possible with this controller: %s", error)
             return
+        except GossipError as error:  # the server itself takes no part
+            self._next_settings_s = now_s + SETTINGS_INTERVAL_S
+            _log.info("could not read the settings of gossip: %s", error)
+            return
         except GenieError as error:  # such as no leader
             _log.debug("could not read the settings of gossip: %s", error)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from genie.controller.ledger import read_cluster_record
 from genie.controller.nodes import gossip_keys
 from genie.controller.nodes.gossip_keys import KEY_CHANGE_STEP_S
 from genie.controller.rows import ClusterRecord
-from genie.errors import PermissionError_
+from genie.errors import AddressInUseError, GossipError, PermissionError_
 from genie.model.member import MemberRole, MemberState
 from genie.model.messages import (
     CreateToken,
@@ -28,7 +29,7 @@ from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime.credentials import connect_authenticated
-from genie.runtime.gossip.protocol import GossipIdentity, GossipSupport
+from genie.runtime.gossip.protocol import Gossip, GossipIdentity, GossipSupport
 from genie.sim.gossip import GossipMedium, SimGossip
 from tests.controller.running_controller import CALL_S, RunningController, running_controller
 from tests.fakes.clock import FakeClock
@@ -96,8 +97,8 @@ async def test_members_are_listed_with_their_observer(tmp_path: Path) -> None:
             assert "gossip reports that it is dead" in (await owner.node("n1")).status_reason
 
 
-async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
-    support = GossipSupport(off_reason="it is disabled")
+async def test_server_with_gossip_disabled_says_why(tmp_path: Path) -> None:
+    support = GossipSupport(off_reason="it is disabled", is_disabled=True)
     async with running_controller(tmp_path, tls="on", gossip=support) as one:
         async with one.client() as owner:
             assert (await owner.ask(ListMembers())).off_reason == "it is disabled"
@@ -105,6 +106,30 @@ async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
         async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (peer, _):
             settings = await peer.call(GetGossipSettings(), timeout_s=CALL_S)
             assert (settings.is_enabled, settings.keys, settings.seeds) == (False, (), ())
+
+
+class FailingGossip(SimGossip):
+    async def start(self, keys: Sequence[bytes]) -> None:
+        raise AddressInUseError("the port is in use")
+
+
+def make_failing_gossip(identity: GossipIdentity, _port: int) -> Gossip:
+    return FailingGossip(GossipMedium(), identity, host="127.0.0.1", port=0, clock=SystemClock())
+
+
+@pytest.mark.parametrize(
+    ("support", "reason"),
+    [
+        (GossipSupport(off_reason="kinship is missing"), "kinship is missing"),
+        (GossipSupport(make_failing_gossip, ""), "the port is in use|not started yet"),
+    ],
+)
+async def test_server_that_cannot_take_part_does_not_say_that_gossip_is_disabled(
+    tmp_path: Path, support: GossipSupport, reason: str
+) -> None:
+    async with running_controller(tmp_path, gossip=support) as one, one.agent("n1") as agent:
+        with pytest.raises(GossipError, match=f"server one takes no part in gossip: .*({reason})"):
+            await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)
 
 
 async def test_leader_resigns_before_it_leaves_gossip(tmp_path: Path) -> None:

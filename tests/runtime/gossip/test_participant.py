@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import AddressInUseError, ConnectionLostError, ProtocolError, StoreFullError
+from genie.errors import AddressInUseError, ConnectionLostError, GossipError, ProtocolError, StoreFullError
 from genie.model.member import Member, MemberRole, MemberState
 from genie.model.messages import GossipSettings
 from genie.processes.clock import SystemClock
@@ -43,6 +43,7 @@ class ParticipantInputs:
     created: list[SimGossip] = field(default_factory=list)
     is_port_in_use: bool = False
     is_request_unknown: bool = False
+    does_server_take_part: bool = True
     fetch_count: int = 0
     last_ports: list[int] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ class ParticipantInputs:
         self.fetch_count += 1
         if self.is_request_unknown:
             raise ProtocolError("unknown request")
+        if not self.does_server_take_part:
+            raise GossipError("server s takes no part in gossip: the port is in use")
         if self.settings is None:
             raise ConnectionLostError("no connection to the controller")
         return self.settings
@@ -167,6 +170,18 @@ async def test_disabled_gossip_stops(inputs: ParticipantInputs) -> None:
         await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
         assert participant.address == "" and "disabled" in participant.off_reason
         assert not inputs.medium.running_members()
+
+
+async def test_member_keeps_its_settings_while_the_leader_takes_no_part(inputs: ParticipantInputs) -> None:
+    async with inputs.running() as participant:
+        await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
+        address, settings, count = participant.address, participant.settings, inputs.fetch_count
+        stored = (inputs.directory / "gossip.json").read_bytes()
+        inputs.does_server_take_part = False
+        await inputs.clock.advance(5 * SETTINGS_INTERVAL_S)
+        assert participant.address == address and participant.settings == settings
+        assert (inputs.directory / "gossip.json").read_bytes() == stored
+        assert 4 <= inputs.fetch_count - count <= 6, "no additional requests"
 
 
 async def test_new_keys_are_used(inputs: ParticipantInputs) -> None:
