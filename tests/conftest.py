@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 
 from tests import forkserver, needs
+from tests.controller.store.etcd_server import EtcdServer
 from tests.durations import DurationRecorder
 from tests.fakes.nvml.fake_nvml import compile_fake_nvml
 from tests.forkserver import ForkServer
@@ -224,3 +225,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("processes still running after the tests", red=True)
         for line in remaining:
             terminalreporter.line(line)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """A running etcd of one member."""
+    server = EtcdServer(tmp_path / "etcd")
+    server.start()
+    yield server
+    server.stop()

@@ -3,8 +3,7 @@
 python examples/coordination/distributed_locks.py      with the cluster on this machine, or GENIE_MASTER_ADDR
 
 The first process gets the lock and is paused. Its lease expires, the second process gets the lock and writes.
-Then the first one continues and writes: no lock can prevent that. The write is rejected, because its fencing
-token is lower than that of the last write.
+Then the first one continues and writes, which no lock can prevent. Storage rejects it: its token is lower.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import genie
 from genie.errors import GenieError, LockLostError
-
-LOCK, TTL_S = "distributed-locks-example", 2.0
 
 
 class StaleTokenError(Exception):
@@ -42,7 +39,7 @@ def write_fenced(path: Path, text: str, fencing_token: int) -> None:
 
 def work(name: str, path: Path) -> None:
     try:
-        with genie.session(), genie.lock(LOCK, ttl_s=TTL_S) as lock:
+        with genie.session(), genie.lock("distributed-locks-example", ttl_s=2.0) as lock:
             print(f"{name}: has the lock", flush=True)
             sys.stdin.readline()  # the first process is paused here
             try:
@@ -54,9 +51,8 @@ def work(name: str, path: Path) -> None:
         print(f"{name}: {error.message}", flush=True)
 
 
-def start_process(name: str, path: Path) -> subprocess.Popen[str]:
-    pipe, command = subprocess.PIPE, [sys.executable, __file__, name, str(path)]
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+def start_process(name: str, path: Path) -> Popen[str]:
+    process = Popen([sys.executable, __file__, name, str(path)], stdin=PIPE, stdout=PIPE, text=True)
     print(process.stdout.readline(), end="")  # it has the lock
     return process
 
@@ -75,6 +71,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        work(sys.argv[1], Path(sys.argv[2])) if sys.argv[1:] else main()
+        if sys.argv[1:]:
+            work(sys.argv[1], Path(sys.argv[2]))
+        else:
+            main()
     except GenieError as error:
         sys.exit(f"distributed_locks: {error}")

@@ -2,9 +2,8 @@
 
     python examples/failover/recovery_manager.py
 
-Runs a cluster of two nodes in a temporary directory. A preemptible job saves its state on SIGTERM. When its
-node is drained, the controller moves the job. When its next node shuts down, the controller queues the job
-again if it can; if the job is lost, `RecoveryManager` submits it again. It resumes from its checkpoint.
+Runs a cluster of two nodes in a temporary directory. A restartable job saves its state on SIGTERM. When its
+node is drained or shut down, the controller queues it again. It resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from pathlib import Path
 
 from genie import config
 from genie.cluster.client import ClusterClient, open_client
-from genie.model.job import Job, JobSpec, JobState, PlacementConstraints
+from genie.model.job import Job, JobSpec, JobState, PlacementConstraints, Transition
 from genie.supervisor import local_cluster
 
-SUBMISSIONS_MAX = 3
 STEP_TIMEOUT_S = 60.0
 TRAINING = """
 import os, pathlib, signal, sys, time
@@ -42,28 +40,17 @@ while not (folder / "finish").exists():  # until the example has shown both fail
 START_S = time.monotonic()
 
 
-class RecoveryManager:
-    """Runs one job until it succeeds: submits it again when it is lost, and prints its transitions."""
+async def submit_and_wait(client: ClusterClient, spec: JobSpec) -> Job:
+    """Submit the job once and print its transitions until it ends."""
+    printed: list[Transition] = []
 
-    def __init__(self, client: ClusterClient, spec: JobSpec) -> None:
-        self._client = client
-        self._spec = spec
-        self._printed_count = 0
-
-    async def run(self) -> Job:
-        for _ in range(SUBMISSIONS_MAX):
-            self._printed_count = 0
-            job = await self._client.submit(self._spec)
-            ended = await self._client.wait_job(job.job_id, on_change=self._print_new_transitions)
-            if ended.state is not JobState.LOST:
-                return ended
-        raise SystemExit(f"lost {SUBMISSIONS_MAX} times, most recently: {ended.reason}")
-
-    def _print_new_transitions(self, job: Job) -> None:
-        """The history also has the transitions between two replies of the controller."""
-        for step in job.history[self._printed_count :]:
+    def print_new_transitions(job: Job) -> None:
+        for step in job.history[len(printed) :]:
             print_event(f"{job.job_id} {step.state}: {step.reason}")
-        self._printed_count = len(job.history)
+            printed.append(step)
+
+    job = await client.submit(spec)
+    return await client.wait_job(job.job_id, on_change=print_new_transitions)
 
 
 def print_event(text: str) -> None:
@@ -74,7 +61,7 @@ async def wait_resumed(folder: Path, node_id: str, *, run_count: int) -> None:
     """Wait until that many runs have started, the last one on this node."""
     async with asyncio.timeout(STEP_TIMEOUT_S):
         while True:
-            lines = (folder / "resumed").read_text().splitlines() if (folder / "resumed").exists() else []
+            lines = (folder / "resumed").read_text().splitlines()
             if len(lines) >= run_count and lines[-1].startswith(f"{node_id} "):
                 return print_event(f"training on {lines[-1]}")
             await asyncio.sleep(0.05)
@@ -92,14 +79,13 @@ async def drain_and_shut_down(client: ClusterClient, folder: Path, second_node: 
 
 
 def load_settings(folder: Path, node_id: str, **more: object) -> config.Settings:
-    """Settings of a node with its own state directory; those of the user are ignored."""
-    for name in [name for name in os.environ if name.startswith("GENIE_")]:
-        del os.environ[name]
-    os.environ["GENIE_CONFIG"] = os.devnull
-    return config.load({"paths.state_dir": folder / node_id, "cluster.node_id": node_id, **more})
+    """Settings of a node with its own state directory; address, store and token of the user are not used."""
+    arguments = {"paths.state_dir": folder / node_id, "cluster.node_id": node_id, **more}
+    return config.load(arguments, environ={"GENIE_CONFIG": os.devnull})
 
 
 async def main(folder: Path) -> int:
+    (folder / "resumed").touch()
     first = load_settings(folder, "a1", **{"controller.port": 0})
     constraints = PlacementConstraints(preemptible=True, grace_s=10.0)
     command = (sys.executable, "-c", TRAINING, str(folder))
@@ -109,7 +95,7 @@ async def main(folder: Path) -> int:
         access = local_cluster.make_owner_access(folder / "a1", running.cluster)
         second = replace(load_settings(folder, "a2"), cluster=replace(access, node_id="a2"))
         async with open_client(second) as client, asyncio.TaskGroup() as group:
-            job = group.create_task(RecoveryManager(client, spec).run())
+            job = group.create_task(submit_and_wait(client, spec))
             group.create_task(drain_and_shut_down(client, folder, second))
     print_event(f"the job has {job.result().state}")
     return 0 if job.result().state is JobState.SUCCEEDED else 1

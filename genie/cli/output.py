@@ -106,13 +106,19 @@ def strip_node_prefix(text: str, node: str) -> str:
 
 
 def write_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, droppable: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    droppable: Sequence[str] = (),
+    omitted: Sequence[str] = (),
 ) -> None:
-    """Write a table. Without a terminal, each row is one line.
+    """Write a table without the columns in `omitted`. Without a terminal, each row is one line.
 
     On a terminal the last column is wrapped. If the table is still too wide, the columns in `droppable` are
-    omitted, in that order, and then the widest ones are truncated.
+    omitted too, in that order, and then the widest ones are truncated.
     """
+    shown = [index for index, column in enumerate(columns) if column not in omitted]
+    columns, rows = [columns[index] for index in shown], [[row[index] for index in shown] for row in rows]
     cells = [[to_one_line(cell) for cell in row] for row in rows]
     lines = [[column.upper() for column in columns], *cells]
     width = terminal_width()

@@ -24,16 +24,16 @@ from genie.controller.blobs.replication import BlobReplication
 from genie.controller.blobs.storage import BlobStorage
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.controller.connection import Connections, Handlers
+from genie.controller.controller_directory import LocalAccessFiles
 from genie.controller.election import CONTROLLER_KEY_PREFIX, Election, StoreHealth
 from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
 from genie.controller.ledger import Ledger, Transaction, read_cluster_record
-from genie.controller.local_access_files import LocalAccessFiles
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
-from genie.controller.nodes.admission import Admission, Certificates, advertised_host
+from genie.controller.nodes.admission import Admission, Certificates, advertised_host, local_host
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.faults import NodeFaults
@@ -90,6 +90,7 @@ from genie.runtime.connection_limits import (
     ConnectionLimits,
     open_file_limit_for,
 )
+from genie.runtime.credentials import LocalCluster
 from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -155,9 +156,7 @@ class Controller:
         self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
-        self._local_access_files = LocalAccessFiles(
-            config, self._ledger, self._certificates, state_dir=state_dir
-        )
+        self._local_access_files = LocalAccessFiles(state_dir)
         self._locks = LockTable(self._ledger, self._election, clock=clock)
         self._server_releases = ServerReleases(
             store, name=name, clock=clock, set_cluster_release=self._ledger.set_cluster_release
@@ -650,7 +649,11 @@ class Controller:
         await self._ledger.write(build)
 
     async def _write_local_access_files(self) -> None:
-        self._local_access_files.try_write(port=self.port)
+        record = self._ledger.cluster.get("")
+        cluster_id = record.cluster_id if record is not None else ""
+        local = LocalCluster(host=local_host(self._config), port=self.port, cluster_id=cluster_id)
+        ca_pem = self._certificates.ca_pem if self._certificates.are_enabled else ""
+        self._local_access_files.try_write(local, trusted_ca=ca_pem)
 
     async def _lead_one_term(self) -> bool:
         """Lead until the lease is lost; False if the term could not begin. The lease is renewed from the

@@ -1,4 +1,5 @@
-"""The directory of a controller on its machine: its lock, its name, and the machine it belongs to.
+"""The directory of a controller on its machine: its lock, its name, and the machine it belongs to. Also the
+files by which commands on this machine find the cluster.
 
 With the embedded store, a copy of the directory is a second cluster with the same nodes and tokens: both
 would lead for good. So the machine and the directory are recorded in it, and a controller does not start in a
@@ -8,6 +9,7 @@ copy. With etcd the election detects a second controller of the same name (elect
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from genie.errors import DuplicateControllerError, LeadershipError
+from genie.errors import DuplicateControllerError, LeadershipError, StoreFullError
 from genie.processes import files
 from genie.processes.process_table import boot_id
+from genie.runtime.credentials import LocalCluster, store_trusted_ca
+
+_log = logging.getLogger(__name__)
 
 _LOCK_FILE = "controller.lock"
 _NAME_FILE = "name"
@@ -121,3 +126,29 @@ def _read_machine_id_hash(path: Path) -> str:
 
 def _hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_CHARS]
+
+
+class LocalAccessFiles:
+    """The files by which commands on this machine find the cluster: its address and its CA. Written once. A
+    failure affects only these commands."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._are_written = False
+        self.alarm = ""
+        """Why they could not be written; empty if they were."""
+
+    def try_write(self, cluster: LocalCluster, *, trusted_ca: str) -> None:
+        """`trusted_ca` is empty without TLS."""
+        if self._are_written:
+            return
+        try:
+            if trusted_ca:
+                store_trusted_ca(trusted_ca, state_dir=self._state_dir)
+            cluster.write(self._state_dir)
+        except StoreFullError as error:
+            if not self.alarm:
+                _log.error("commands on this machine may not find the cluster: %s", error)
+            self.alarm = f"commands on this machine may not find the cluster: {error.message}"
+        else:
+            self.alarm, self._are_written = "", True

@@ -16,7 +16,7 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.ledger import Ledger, LedgerTable, Transaction, request_gossip_key_change
-from genie.controller.nodes.server_credentials_handover import public_key_of_server_token
+from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
 from genie.controller.store.open import LOCAL_ETCD_STORE
 from genie.errors import AccessError, StoreError, StoreVersionError, TokenRefusedError, UsageError

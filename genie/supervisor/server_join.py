@@ -25,7 +25,7 @@ from genie.controller.etcd.local_member import (
     etcd_member_directory,
     make_managed_etcd_address,
 )
-from genie.controller.nodes.server_credentials_handover import ServerCredentials, ServerJoinAttempt
+from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
 from genie.model.messages.handshake import ServerJoined

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import genie
 from genie.cluster import init
 from genie.errors import DeadlineError, GenieError, LockLostError, NotInitializedError, UsageError
+from genie.model.lock import LOCK_RENEWALS_PER_TTL
 from tests.cluster.locking_controller import LockingController
 from tests.waiting import until, wait_until
 
@@ -213,10 +214,25 @@ async def test_arguments_are_checked(controller: LockingController) -> None:
 # --- synchronous code -------------------------------------------------------------------------
 
 
+def wait_until_renewed(controller: LockingController, name: str, *, renewals: int) -> None:
+    """Wait until the lease has been extended that often while this function was polling."""
+    expires_in_s = math.inf
+    renewals_left = renewals
+
+    def is_renewed_often_enough() -> bool:
+        nonlocal expires_in_s, renewals_left
+        (view,) = [view for view in controller.list_locks() if view.name == name]
+        renewals_left -= view.expires_in_s > expires_in_s
+        expires_in_s = view.expires_in_s
+        return renewals_left <= 0
+
+    wait_until(is_renewed_often_enough)
+
+
 def test_synchronous_code_may_block_for_longer_than_the_lease(controller: LockingController) -> None:
     with genie.session(), genie.lock("l", ttl_s=TTL_S) as lock:
-        end_s = time.monotonic() + 2.5 * TTL_S
-        wait_until(lambda: time.monotonic() > end_s)  # the thread of the session renews the lease
+        # The thread of the session renews the lease.
+        wait_until_renewed(controller, "l", renewals=2 * LOCK_RENEWALS_PER_TTL + 1)
         assert lock.is_held
         assert not controller.hold_as_another_client("l")
     assert controller.list_locks() == []

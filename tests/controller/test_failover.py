@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,6 @@ from tests.controller.store.etcd_server import EtcdServer
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 async def test_standby_takes_over_the_jobs_of_the_leader(etcd: EtcdServer, tmp_path: Path) -> None:

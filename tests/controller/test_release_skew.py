@@ -310,7 +310,7 @@ async def test_nodes_of_another_release_are_an_alarm(tmp_path: Path) -> None:
                 alarms = (await owner.status()).alarms
             if name == "n1":
                 (alarm,) = alarms
-                assert "1 nodes run another release of Genie than this controller" in alarm
+                assert "1 node runs another release of Genie than this controller" in alarm
                 assert f"n1 ({NEXT})" in alarm
             await one.restart()
 

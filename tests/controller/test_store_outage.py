@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -32,14 +32,6 @@ from tests.waiting import until
 
 _AGENT_TIMEOUT_S = 3.0
 """Longer than the reply takes even on a busy machine, and shorter than the timeout of the store, 5 s."""
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 async def test_standby_replies_that_it_does_not_lead_while_its_store_hangs(tmp_path: Path) -> None:

@@ -56,8 +56,7 @@ class FaultWindow:
     isolated_nodes: frozenset[str] = frozenset()
 
     def may_end(self, job: Job, node_id: str) -> bool:
-        restartable = job.spec.constraints.preemptible
-        return node_id in self.ended_nodes or (restartable and node_id in self.isolated_nodes)
+        return node_id in self.ended_nodes or (job.spec.is_restartable and node_id in self.isolated_nodes)
 
 
 @dataclass
@@ -232,7 +231,7 @@ def find_process_conflicts(records: Records) -> Iterator[str]:
         job = jobs.get(job_id)
         if job is None:
             yield f"{job_id} has run, but is not in the store"
-        elif count > 1 and not job.spec.constraints.preemptible:
+        elif count > 1 and not job.spec.is_restartable:
             yield f"{job_id} cannot be restarted, but has started {count} times"
 
 

@@ -161,11 +161,6 @@ class Machine:
                     os.kill(pid, signal.SIGKILL)
             self._reap_supervisor(signal.SIGKILL)
 
-    def stop(self) -> None:
-        """Ends the supervisor with SIGTERM, which stops the others."""
-        if self._supervisor is not None and self._supervisor.poll() is None:
-            self._reap_supervisor(signal.SIGTERM)
-
     def fill_disk(self) -> None:
         """Fills the file system of the state directory."""
         block = bytes(_FILL_BLOCK_BYTES)

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,14 +40,6 @@ async def cluster(tmp_path: Path) -> AsyncIterator[ClusterProcesses]:
         yield processes
     finally:
         await processes.stop()
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 async def fetch_node_states(cluster: ClusterProcesses) -> dict[str, MemberState]:

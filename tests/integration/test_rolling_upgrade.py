@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+import re
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,14 +210,6 @@ async def check_job_succeeds(client: ClusterClient, *, node_id: str = "") -> Non
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 async def cluster(etcd: EtcdServer, tmp_path: Path) -> AsyncIterator[UpgradableCluster]:
     made = UpgradableCluster(tmp_path, store=etcd.url, next_release=NextRelease(tmp_path / "next"))
     try:
@@ -324,7 +317,6 @@ async def wait_for_rejection_by_old_agent(client: ClusterClient, job: Job) -> No
 
 async def count_nodes_in_alarm(client: ClusterClient) -> int:
     for alarm in (await client.status()).alarms:
-        count, _, text = alarm.partition(" nodes run another release of Genie")
-        if text:
-            return int(count)
+        if match := re.match(r"(\d+) nodes? runs? another release of Genie", alarm):
+            return int(match[1])
     return 0

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,6 @@ from tests.integration.running_cluster import make_python_job
 from tests.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 @dataclass(frozen=True)
@@ -115,10 +107,12 @@ async def test_commands_work_with_the_address_of_a_standby(
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 async def test_client_of_a_standby_survives_the_leader(
-    cluster: ClusterWithStandby, fault: signal.Signals
+    cluster: ClusterWithStandby, fault: signal.Signals, tmp_path: Path
 ) -> None:
+    finish_file = tmp_path / "finish"
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(finish_file)!r}).exists(): time.sleep(0.05)"
     async with asyncio.timeout(60), open_client(cluster.client_settings) as client:
-        job = await client.submit(make_python_job("import time; time.sleep(3)"))
+        job = await client.submit(make_python_job(code))
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(client.wait_job(job.job_id))
             await _until_running(client, job.job_id)
@@ -126,6 +120,7 @@ async def test_client_of_a_standby_survives_the_leader(
             assert [each.job_id for each in (await client.list_jobs())[0]] == [job.job_id]
             second = await client.submit(make_python_job("print('after')"))
             assert (await client.wait_job(second.job_id)).state is JobState.SUCCEEDED
+            finish_file.touch()
         assert waiting.result().state is JobState.SUCCEEDED
         assert client.where == cluster.address
         assert {each.job_id for each in (await client.list_jobs())[0]} == {job.job_id, second.job_id}

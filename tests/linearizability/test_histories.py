@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -155,14 +155,6 @@ async def test_a_planted_defect_is_found_in_a_history(
     plant(monkeypatch)
     clients = await run_clients_of_one_controller(tmp_path, steps=10)
     assert clients.find_counterexample() is not None
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path / "etcd")
-    server.start()
-    yield server
-    server.stop()
 
 
 async def open_connections(settings: Settings, stack: AsyncExitStack) -> list[ControllerConnection]:

@@ -26,7 +26,7 @@ from tests.sim.defect import Defect
 # -- leases and terms -------------------------------------------------------------------------------
 
 
-def _plant_early_reclaim(patch: pytest.MonkeyPatch) -> None:
+def _plant_reclaim_before_suspicion(patch: pytest.MonkeyPatch) -> None:
     """The jobs of a node are reclaimed before it is suspect."""
 
     def reclaimable_in_s(self: Membership, node_id: str, now_s: float, *, deadman_timeout_s: float) -> float:
@@ -150,8 +150,8 @@ def _plant_restore_in_the_same_generation(patch: pytest.MonkeyPatch) -> None:
 
 
 FAILOVER_DEFECTS = {
-    "early reclaim of suspect nodes": Defect(
-        _plant_early_reclaim, "recovery", ("power_servers",), (1, 25), "without a fault"
+    "reclaim before suspicion": Defect(
+        _plant_reclaim_before_suspicion, "recovery", ("power_servers",), (1, 25), "without a fault"
     ),
     "no grace in a new term": Defect(
         _plant_no_grace_in_a_new_term, "recovery", ("power_servers",), (1, 3), "without a fault"

@@ -115,13 +115,6 @@ def test_connections_after_a_failover_are_spread(
 ) -> None:
     killed_s = loop.run_simulated(kill_leader(seed, tmp_path))
     clients, agents = attempts.client_times_s, attempts.agent_times_s
-    print(
-        "XX",
-        [
-            (highest_count_in_window(t, killed_s), count_between(t, killed_s, killed_s + 1))
-            for t in (clients, agents)
-        ],
-    )
     # Each agent tries all controllers at the same time; a client tries one after another.
     assert highest_count_in_window(clients, killed_s) <= PEERS
     assert highest_count_in_window(agents, killed_s) <= PEERS * CONTROLLERS / 2

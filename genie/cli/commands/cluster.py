@@ -240,8 +240,8 @@ def forget(
     send_node_request(invocation, node_id, lambda client: client.forget_node(node_id))
     output.write_line(f"{node_id}: removed")
     output.print_message(
-        f"jobs may still be running on {node_id} if it is only isolated; they end when it is rejected, "
-        "or with 'genie down' on it"
+        f"if {node_id} is only isolated, its jobs may still be running; its agent ends them when it reaches "
+        "a controller, or run 'genie down' on it"
     )
 
 

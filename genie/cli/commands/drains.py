@@ -84,7 +84,10 @@ def undrain(
     *,
     node_id: NodeIdArgument,
 ) -> None:
-    """Resume placing jobs on a draining or drained node. Jobs that have been stopped restart elsewhere."""
+    """Resume placing jobs on a draining or drained node.
+
+    Stopped jobs stay in the queue and may start on any node.
+    """
     send_node_request(invocation, node_id, lambda client: client.undrain_node(node_id))
     output.write_line(f"{node_id}: accepting work again")
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _LOCK_COLUMNS = ("name", "tenant", "holder", "token", "age", "expires", "waiting")
 _LOCK_COLUMNS_DROPPED_IF_NARROW = ("age", "waiting")
-_TENANT_COLUMN_INDEX = _LOCK_COLUMNS.index("tenant")
 
 locks_app = typer.Typer(
     name="lock",
@@ -47,11 +46,13 @@ def list_locks(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         output.print_message("no locks are held")
         return
     now = time.time()
-    columns: tuple[str, ...] = _LOCK_COLUMNS
     rows = [_lock_row(view, now=now) for view in reply.locks]
-    if not is_owner:
-        columns, rows = _without_tenant_cell(columns), [_without_tenant_cell(row) for row in rows]
-    output.write_table(columns, rows, droppable=_LOCK_COLUMNS_DROPPED_IF_NARROW)
+    output.write_table(
+        _LOCK_COLUMNS,
+        rows,
+        droppable=_LOCK_COLUMNS_DROPPED_IF_NARROW,
+        omitted=() if is_owner else ("tenant",),
+    )
     if reply.more:
         output.print_message("the list is truncated")
 
@@ -69,11 +70,11 @@ def run_locked_command(
         list[str] | None, typer.Argument(metavar="-- CMD", help="Command to run, with its arguments.")
     ] = None,
     ttl: Annotated[
-        str, typer.Option(metavar="TIME", help="Lease of the lock without renewals, 1s to 1h.")
+        str, typer.Option(metavar="DURATION", help="Lease of the lock without renewals, 1s to 1h.")
     ] = "15s",
     timeout: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Maximum time to wait (default: no limit)."),
+        typer.Option(metavar="DURATION", help="Maximum time to wait (default: no limit)."),
     ] = None,
 ) -> None:
     """Run a command while holding a lock, and exit with its exit code.
@@ -102,10 +103,10 @@ def release_lock(
     *,
     name: _NameArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Confirm that the lock is taken from its holder.")
+        bool, typer.Option("--force", help="Required: confirm that the holder loses the lock.")
     ] = False,
     tenant: Annotated[
-        str | None, typer.Option(metavar="TENANT", help="Tenant of the lock (default: default).")
+        str | None, typer.Option(metavar="TENANT", help="Tenant of the lock (default: the tenant 'default').")
     ] = None,
 ) -> None:
     """Release a lock that another client holds. Only the owner can do this.
@@ -150,7 +151,3 @@ def _lock_row(view: LockView, *, now: float) -> tuple[str, ...]:
         f"in {format_duration(view.expires_in_s)}",
         str(view.waiting),
     )
-
-
-def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:_TENANT_COLUMN_INDEX] + cells[_TENANT_COLUMN_INDEX + 1 :]

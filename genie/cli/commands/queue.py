@@ -35,7 +35,6 @@ _QUEUE_COLUMNS = (
     "pending reason",
 )
 _QUEUE_COLUMNS_DROPPED_IF_NARROW = ("priority", "age", "name")
-_TENANT_COLUMN_INDEX = _QUEUE_COLUMNS.index("tenant")
 _BLOCKED_NODES_COLUMNS = ("node count", "nodes", "blocked", "reason")
 _STATE_TRANSITION_COLUMNS = ("time", "state", "reason")
 _NODE_NAMES_SHOWN_MAX = 3
@@ -59,10 +58,12 @@ def queue(
         return
     now = time.time()
     rows = [_queue_row(job, now=now) for job in reply.jobs]
-    columns: tuple[str, ...] = _QUEUE_COLUMNS
-    if not is_owner:
-        columns, rows = _without_tenant_cell(columns), [_without_tenant_cell(row) for row in rows]
-    output.write_table(columns, rows, droppable=_QUEUE_COLUMNS_DROPPED_IF_NARROW)
+    output.write_table(
+        _QUEUE_COLUMNS,
+        rows,
+        droppable=_QUEUE_COLUMNS_DROPPED_IF_NARROW,
+        omitted=() if is_owner else ("tenant",),
+    )
     if reply.more:
         output.print_message(f"showing the first {len(reply.jobs)}; {reply.waiting} jobs are pending")
 
@@ -118,10 +119,6 @@ def _queue_row(job: QueuedJob, *, now: float) -> tuple[str, ...]:
         "-" if job.starts_at is None else _time_until_text(job.starts_at - now),
         job.reason,
     )
-
-
-def _without_tenant_cell(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:_TENANT_COLUMN_INDEX] + cells[_TENANT_COLUMN_INDEX + 1 :]
 
 
 def _job_fields(job: Job, *, now: float) -> list[tuple[str, str]]:

@@ -110,7 +110,6 @@ def remove_quota(
 
 
 async def _fetch_quotas(settings: Settings) -> QuotasReply:
-
     async with open_client_and_report_age(settings) as client:
         return await client.quotas()
 

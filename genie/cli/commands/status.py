@@ -56,9 +56,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         ]
     facts += [("alarm", text) for text in reply.alarms]
     if reply.leading:
-        facts += [
-            *(("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined),
-        ]
+        facts += [("quarantined", f"{row.key}: {row.reason}") for row in reply.quarantined]
     output.write_fields(facts)
 
 

@@ -96,9 +96,10 @@ class ServerReleases:
         alarms = [self._cluster_alarm] if self._cluster_alarm else []
         if others:
             more = f" and {len(others) - _NODES_NAMED_MAX} more" if len(others) > _NODES_NAMED_MAX else ""
+            nodes_run = "1 node runs" if len(others) == 1 else f"{len(others)} nodes run"
             alarms.append(
-                f"{len(others)} nodes run another release of Genie than this controller ({__version__}): "
-                f"{', '.join(others[:_NODES_NAMED_MAX])}{more}; upgrade them when all servers are upgraded"
+                f"{nodes_run} another release of Genie than this controller ({__version__}): "
+                f"{', '.join(others[:_NODES_NAMED_MAX])}{more}; upgrade nodes when all servers are upgraded"
             )
         return alarms
 

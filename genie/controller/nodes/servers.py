@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from genie.controller import server_credentials_handover
 from genie.controller.connection import Connection, Handlers
 from genie.controller.ledger import Ledger, Transaction
-from genie.controller.nodes import server_credentials_handover
 from genie.controller.nodes.admission import Certificates
-from genie.controller.nodes.server_credentials_handover import ServerCredentials
+from genie.controller.server_credentials_handover import ServerCredentials
 from genie.controller.tokens import TokenRegistry
 from genie.errors import UsageError
 from genie.model.messages.handshake import JoinServer, ServerJoined

@@ -233,7 +233,8 @@ async def test_jobs_move_in_batches_by_priority_until_the_node_is_undrained(
         async def is_first_job_stopped() -> bool:
             if (await setup.owner.job(high.job_id)).stop is StopReason.PREEMPT:
                 return True
-            await setup.advance(0.2)  # less than a tick
+            await setup.clock.advance(0.2)  # less than a tick
+            await setup.a.beat()
             return False
 
         await until(is_first_job_stopped)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.nodes.server_credentials_handover import ServerCredentials, ServerJoinAttempt
+from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.errors import GenieError, ProtocolError, TokenRefusedError, UsageError
 from genie.model.messages import CreateToken, ListTokens, RevokeToken
 from genie.model.messages.handshake import JoinServer, ServerJoined

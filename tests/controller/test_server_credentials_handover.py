@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from genie.controller.nodes.server_credentials_handover import (
+from genie.controller.server_credentials_handover import (
     ServerCredentials,
     ServerJoinAttempt,
     encrypt_credentials,
