@@ -21,7 +21,7 @@ from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join_cluster
-from genie.agent.launcher import ShimLauncher
+from genie.agent.launcher import ShimLauncher, kill_jobs_of_stopped_agents
 from genie.agent.leftovers import CONTROL_GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
@@ -85,6 +85,7 @@ async def _run_agent_until_stopped(settings: Settings, node_dir: Path, access: A
         hardware.Inventory(settings.agent.cpu_accelerators) as inventory,
     ):
         listen_host, clock = _choose_executor_listen_host(access, settings.agent.host), SystemClock()
+        await _kill_jobs_of_other_nodes(node_dir)
         agent = Agent(
             settings.agent,
             node_dir=node_dir,
@@ -111,6 +112,16 @@ async def _run_agent_until_stopped(settings: Settings, node_dir: Path, access: A
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
         await _run_agent_and_compile_executor(agent, compile_ahead=settings.agent.compile_ahead)
+
+
+async def _kill_jobs_of_other_nodes(node_dir: Path) -> None:
+    """Kills jobs of nodes that this machine was before, such as one that was removed: they use the same
+    accelerators. The agent itself kills those of its own node."""
+    count = await asyncio.to_thread(
+        kill_jobs_of_stopped_agents, node_dir.parent, excluded_node_id=node_dir.name
+    )
+    if count:
+        _log.warning("killed %d leftover processes of agents of other nodes on this machine", count)
 
 
 def _find_control_group_for_jobs(node_dir: Path) -> str | None:

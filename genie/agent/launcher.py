@@ -347,12 +347,24 @@ class ShimLauncher:
         asyncio.get_running_loop().run_in_executor(self._kill_thread_pool, work).add_done_callback(on_done)
 
 
+def kill_jobs_of_stopped_agents(agents_dir: Path, *, excluded_node_id: str = "") -> int:
+    """Kills what stopped agents of this state directory have left running. Returns the number of processes.
+
+    Accelerators belong to the machine, but each agent knows only the jobs of its own node. Blocks."""
+    node_dirs = (path for path in sorted(agents_dir.glob("*")) if path.name != excluded_node_id)
+    return sum(map(kill_jobs_of_stopped_agent, node_dirs))
+
+
 def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
     """Kills what an agent that was killed has left running, if no agent of the node runs now. Returns the
     number of processes. Blocks."""
     if not (node_dir / "jobs").is_dir():
         return 0
-    lock = files.FileLock.try_acquire(node_dir / AGENT_LOCK_FILE)
+    try:
+        lock = files.FileLock.try_acquire(node_dir / AGENT_LOCK_FILE)
+    except OSError as error:
+        _log.warning("could not look for jobs that are left in %s: %s", node_dir, error.strerror)
+        return 0
     if lock is None:
         return 0
     try:

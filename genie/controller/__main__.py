@@ -134,7 +134,9 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
 def _find_gossip_support(settings: config.Settings, clock: Clock) -> GossipSupport:
     controller, gossip = settings.controller, settings.gossip
     if gossip.enabled == "auto" and is_loopback(controller.bind):
-        return GossipSupport(off_reason="only this machine can reach the servers (gossip.enabled = auto)")
+        return GossipSupport(
+            off_reason="only this machine can reach the servers (gossip.enabled = auto)", is_disabled=True
+        )
     return find_kinship_support(
         gossip,
         host=controller.bind,

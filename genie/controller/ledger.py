@@ -751,6 +751,13 @@ def _run_rollback_callbacks(rollbacks: Sequence[Callable[[], None]]) -> None:
         undo()
 
 
+def request_gossip_key_change(txn: Transaction, cluster: LedgerTable[ClusterRecord]) -> None:
+    """Stage the request for the next key of gossip, which the leader begins later."""
+    record = cluster.get("")
+    if record is not None:
+        txn.put(cluster, "", msgspec.structs.replace(record, is_gossip_key_change_due=True))
+
+
 def _resolve_write(built: _BuiltWrite) -> None:
     future = built.write.future
     if future.done():

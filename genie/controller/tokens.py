@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from genie.config import ControllerConfig
-from genie.controller.ledger import Ledger, LedgerTable, Transaction
+from genie.controller.ledger import Ledger, LedgerTable, Transaction, request_gossip_key_change
 from genie.controller.server_credentials_handover import public_key_of_server_token
 from genie.controller.store import Store
 from genie.controller.store.open import LOCAL_ETCD_STORE
@@ -201,6 +201,8 @@ class TokenRegistry:
                     hint="without it no token could be created any more",
                 )
             txn.put(self._ledger.tokens, token_id, mark_revoked(record, now=self._clock.wall_s()))
+            if record.kind is TokenKind.NODE:
+                request_gossip_key_change(txn, self._ledger.cluster)
 
         await self._ledger.write(build)
 

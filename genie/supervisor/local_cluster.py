@@ -23,7 +23,7 @@ from typing import Any
 from genie.agent import joining
 from genie.agent.identity import AGENTS_DIR, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
-from genie.agent.launcher import kill_jobs_of_stopped_agent
+from genie.agent.launcher import kill_jobs_of_stopped_agents
 from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address
@@ -246,7 +246,7 @@ class Supervisor:
         if self._agent.pid is not None:
             self._progress("stopping the agent")
             await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S)
-            await _kill_jobs_of_stopped_agents(self._state_dir)
+        await kill_leftover_jobs(self._state_dir)
         if self._controller.pid is not None:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
@@ -536,7 +536,9 @@ def find_running_cluster(state_dir: Path) -> RunningCluster | None:
 async def stop_running_cluster(
     state_dir: Path, *, progress: ProgressPrinter = lambda _line: None, agent_grace_s: float = 5.0
 ) -> RunningCluster | None:
-    """Stops the processes that `find_running_cluster` finds and returns them; None if there were none."""
+    """Stops the processes that `find_running_cluster` finds and returns them; None if there were none.
+
+    Also ends jobs that an agent has left running, even if no process of the cluster is left."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
     agent_s = agent_grace_s + _AGENT_STOP_GRACE_MARGIN_S
@@ -550,19 +552,21 @@ async def stop_running_cluster(
                 f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
             )
             await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S))
-            if name == AGENT:
-                await _kill_jobs_of_stopped_agents(state_dir)
+        if name == AGENT and (count := await kill_leftover_jobs(state_dir)):
+            progress(f"ended processes of jobs that an agent had left running: {count}")
         process_records.remove_process_record(state_dir, name)
     if found is not None and CONTROLLER in found.pids:
         _remove_local_cluster_file(state_dir)
     return found
 
 
-async def _kill_jobs_of_stopped_agents(state_dir: Path) -> None:
-    """An agent that had to be killed has not ended its jobs, and those without a dead-man timer go on."""
-    for node_dir in sorted((state_dir / AGENTS_DIR).glob("*")):
-        if count := await asyncio.to_thread(kill_jobs_of_stopped_agent, node_dir):
-            _log.warning("killed %d processes of jobs that the agent has left running", count)
+async def kill_leftover_jobs(state_dir: Path) -> int:
+    """Kills jobs whose agent has ended without ending them; those without a dead-man timer go on otherwise.
+    Returns the number of processes."""
+    count = await asyncio.to_thread(kill_jobs_of_stopped_agents, state_dir / AGENTS_DIR)
+    if count:
+        _log.warning("killed %d processes of jobs that an agent has left running", count)
+    return count
 
 
 def check_agent_is_of_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:

@@ -78,6 +78,39 @@ async def test_job_without_a_dead_man_timer_is_killed_after_its_agent_has_ended(
     assert not job.is_alive
 
 
+async def test_agent_of_another_node_on_the_machine_kills_leftover_jobs_before_it_registers(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    """The machine joins again with another node ID: both nodes have the same accelerators."""
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY, has_deadman_timer=False)
+        job = await wait_for_job_process(node_dir, "j1")
+        agent.send_signal(signal.SIGKILL)
+        await agent.wait()
+    assert job.is_alive
+    before = len(controller.registers)
+    token = str(controller.token(TokenKind.JOIN))
+    async with start_agent_process(
+        "--join", controller.address, "--node-id", "b1", GENIE_TOKEN=token
+    ) as other:
+        await until(lambda: len(controller.registers) > before, what="the agent of the new node registers")
+        assert not job.is_alive
+        assert "leftover processes of agents of other nodes" in other.output.read_text()
+
+
+async def test_agent_of_another_node_keeps_the_jobs_of_a_running_agent(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    async with start_agent_process():
+        await controller.launch("j1", *STAY, has_deadman_timer=False)
+        job = await wait_for_job_process(node_dir, "j1")
+        before = len(controller.registers)
+        token = str(controller.token(TokenKind.JOIN))
+        async with start_agent_process("--join", controller.address, "--node-id", "b1", GENIE_TOKEN=token):
+            await until(lambda: len(controller.registers) > before, what="the second agent registers")
+            assert job.is_alive
+
+
 async def test_exit_record_survives_a_killed_agent(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:

@@ -332,20 +332,37 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
     assert await local_cluster.stop_running_cluster(tmp_path) is None
 
 
+async def submit_sleeping_job(state_dir: Path) -> int:
+    """Waits until the job runs and returns its process ID."""
+    found = LocalCluster.read(state_dir)
+    assert found is not None
+    settings = replace(load_settings(state_dir), cluster=local_cluster.make_owner_access(state_dir, found))
+    async with open_client(settings) as client:
+        job = await client.submit(JobSpec(name="sleep", command=("/bin/sh", "-c", "echo $$; exec sleep 300")))
+        return int(await anext(client.follow_log(job.job_id)))
+
+
 async def test_stopping_a_hung_agent_ends_its_jobs(
     orphaned_processes: dict[str, int], tmp_path: Path
 ) -> None:
     """They have no dead-man timer."""
-    found = LocalCluster.read(tmp_path)
-    assert found is not None
-    settings = replace(load_settings(tmp_path), cluster=local_cluster.make_owner_access(tmp_path, found))
-    async with open_client(settings) as client:
-        job = await client.submit(JobSpec(name="sleep", command=("/bin/sh", "-c", "echo $$; exec sleep 300")))
-        log = await anext(client.follow_log(job.job_id))
+    job_pid = await submit_sleeping_job(tmp_path)
     os.kill(orphaned_processes["agent"], signal.SIGSTOP)
-    assert is_alive(int(log))
+    assert is_alive(job_pid)
     await local_cluster.stop_running_cluster(tmp_path, agent_grace_s=0.1)
-    assert not is_alive(int(log))
+    assert not is_alive(job_pid)
+
+
+async def test_stopping_ends_the_jobs_of_an_agent_that_was_killed_before(
+    orphaned_processes: dict[str, int], tmp_path: Path, progress: ProgressLog
+) -> None:
+    job_pid = await submit_sleeping_job(tmp_path)
+    os.kill(orphaned_processes["agent"], signal.SIGKILL)
+    await until(lambda: not is_alive(orphaned_processes["agent"]), what="the agent has ended")
+    assert is_alive(job_pid)
+    await local_cluster.stop_running_cluster(tmp_path, progress=progress)
+    assert not is_alive(job_pid)
+    assert any("jobs that an agent had left running" in line for line in progress.lines)
 
 
 async def test_wait_returns_when_another_process_stops_the_children(

@@ -203,11 +203,13 @@ def down(invocation: Invocation) -> None:
     from genie.supervisor import local_cluster
 
     settings = invocation.load_settings()
-    found = local_cluster.find_running_cluster(settings.paths.state_dir)
+    state_dir = settings.paths.state_dir
+    found = local_cluster.find_running_cluster(state_dir)
     if found is None:
+        if count := asyncio.run(local_cluster.kill_leftover_jobs(state_dir)):
+            output.print_message(f"ended processes of jobs that an agent had left running: {count}")
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
-    state_dir = settings.paths.state_dir
     progress: Callable[[str], None] = output.print_message
     if local_cluster.CONTROLLER in found.pids:
         _print_jobs_to_terminate(settings, found.node_id)

@@ -14,8 +14,7 @@ from pathlib import Path
 from genie.config import ControllerConfig
 from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.jobs.outcomes import is_current_placement
-from genie.controller.ledger import Ledger, Transaction
-from genie.controller.nodes.gossip_keys import request_gossip_key_change
+from genie.controller.ledger import Ledger, Transaction, request_gossip_key_change
 from genie.controller.tokens import TokenRegistry
 from genie.errors import (
     CertificateExpiredError,
@@ -331,9 +330,8 @@ class Admission:
             txn.delete(self._ledger.holds, node_id)
             for row in tokens:
                 txn.put(self._ledger.tokens, row.token_id, mark_revoked(row, now=self._clock.wall_s()))
-            cluster = self._ledger.cluster.get("")
-            if cluster is not None and tokens:
-                txn.put(self._ledger.cluster, "", request_gossip_key_change(cluster))
+            # Also without a token to revoke: it may have been revoked before, and the node has the key.
+            request_gossip_key_change(txn, self._ledger.cluster)
             return [row.token_id for row in tokens]
 
         for token_id in await self._ledger.write(build):

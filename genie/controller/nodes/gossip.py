@@ -19,6 +19,7 @@ from genie.controller.nodes.admission import Certificates
 from genie.controller.nodes.membership import Membership
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Store
+from genie.errors import GossipError
 from genie.model.member import MemberRole, MemberState
 from genie.model.messages import GetGossipSettings, GossipSettings, MembersReply
 from genie.model.names import address_text, parse_endpoint
@@ -52,6 +53,7 @@ class ServerGossip:
         controllers: Callable[[], tuple[str, ...]],
     ) -> None:
         self._name = name
+        self._is_disabled = support.is_disabled
         self._store = store
         self._ledger = ledger
         self._certificates = certificates
@@ -78,10 +80,15 @@ class ServerGossip:
         await self._participant.run()
 
     async def get_gossip_settings(self, connection: Connection, request: GetGossipSettings) -> GossipSettings:
-        """Return what a node needs to take part. The keys are for nodes only, which have authenticated."""
+        """Return what a node needs to take part. The keys are for nodes only, which have authenticated.
+
+        Raise GossipError while this server cannot take part: that says nothing about the cluster, so nodes go
+        on with the settings that they have."""
         own_address, settings = self._participant.address, self._participant.settings
-        if not own_address:
+        if self._is_disabled:
             return GossipSettings()
+        if not own_address:
+            raise GossipError(f"server {self._name} takes no part in gossip: {self._participant.off_reason}")
         return msgspec.structs.replace(settings, seeds=(own_address, *settings.seeds))
 
     def members_reply(self) -> MembersReply:
@@ -124,7 +131,10 @@ class ServerGossip:
         record = record or ClusterRecord(cluster_id="", ca_pin="")
         numbers = gossip_keys.current_key_numbers(record, now=self._clock.wall_s())
         secrets = [
-            self._certificates.try_derive_secret(gossip_keys.gossip_key_purpose(number)) for number in numbers
+            self._certificates.try_derive_secret(
+                gossip_keys.gossip_key_purpose(generation=record.generation, number=number)
+            )
+            for number in numbers
         ]
         return tuple(base64.b64encode(secret).decode() for secret in secrets if secret is not None)
 

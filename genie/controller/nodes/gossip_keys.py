@@ -1,8 +1,10 @@
-"""The keys of gossip: derived from the CA's private key and a number, so that the store contains no secret.
+"""The keys of gossip: derived from the CA's private key, the generation of the cluster and a number, so that
+the store contains no secret.
 
-Every server has the CA's key, and no node has. The number is raised after a node was removed, which cannot
-compute the next key. A change takes three steps, each long enough for all members to read it: accept the new
-key, use it, remove the old one. Pure; Certificates derives the keys.
+Every server has the CA's key, and no node has. The number is raised after a node was removed or its token
+revoked, which cannot compute the next key. A change takes three steps, each long enough for all members to
+read it: accept the new key, use it, remove the old one. A restore sets the number back but raises the
+generation, so that no key is used again. Pure; Certificates derives the keys.
 """
 
 from __future__ import annotations
@@ -13,10 +15,6 @@ from genie.controller.rows import ClusterRecord
 
 KEY_CHANGE_STEP_S = 60.0
 """Longer than several intervals in which members read the settings (runtime/gossip/participant.py)."""
-
-
-def request_gossip_key_change(record: ClusterRecord) -> ClusterRecord:
-    return msgspec.structs.replace(record, is_gossip_key_change_due=True)
 
 
 def can_change_key(record: ClusterRecord, *, now: float) -> bool:
@@ -42,6 +40,6 @@ def current_key_numbers(record: ClusterRecord, *, now: float) -> tuple[int, ...]
     return (number - 1, number) if elapsed_s < KEY_CHANGE_STEP_S else (number, number - 1)
 
 
-def gossip_key_purpose(number: int) -> str:
+def gossip_key_purpose(*, generation: int, number: int) -> str:
     """What the secret is derived for."""
-    return f"genie gossip key {number}"
+    return f"genie gossip key {generation}.{number}"

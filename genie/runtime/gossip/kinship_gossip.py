@@ -261,7 +261,9 @@ def find_kinship_support(
     """Support for gossip with kinship, unless it is disabled or not installed. `port`: 0 selects a free one,
     preferably that of the last start."""
     if config.enabled == "off":
-        return GossipSupport(off_reason="it is disabled on this machine (gossip.enabled = off)")
+        return GossipSupport(
+            off_reason="it is disabled on this machine (gossip.enabled = off)", is_disabled=True
+        )
     if reason := why_kinship_is_missing():
         return GossipSupport(off_reason=reason)
 

@@ -151,6 +151,10 @@ class GossipParticipant:
             self._next_settings_s = now_s + _UNKNOWN_REQUEST_INTERVAL_S
             _log.info("gossip is not possible with this controller: %s", error)
             return
+        except GossipError as error:  # the server itself takes no part
+            self._next_settings_s = now_s + SETTINGS_INTERVAL_S
+            _log.info("could not read the settings of gossip: %s", error)
+            return
         except GenieError as error:  # such as no leader
             _log.debug("could not read the settings of gossip: %s", error)
             return
@@ -179,7 +183,7 @@ class GossipParticipant:
             await gossip.start(keys)
         except BaseException as error:
             self.off_reason = str(error)
-            await gossip.stop(leave=False)
+            await _stop_within_timeout(gossip, leave=False)
             if isinstance(error, AddressInUseError) and self._stored is not None:
                 self._stored = msgspec.structs.replace(self._stored, port=0)
             raise
@@ -192,13 +196,8 @@ class GossipParticipant:
 
     async def _stop_gossip(self) -> None:
         gossip, self._gossip = self._gossip, None
-        if gossip is None:
-            return
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await gossip.stop(leave=True)
-        except (GenieError, TimeoutError) as error:
-            _log.info("gossip could not notify the other members of the stop: %s", error)
+        if gossip is not None:
+            await _stop_within_timeout(gossip, leave=True)
 
     async def _join_if_due(self, settings: GossipSettings) -> None:
         """Joins seeds that are not known as alive: at the start, and after a partition."""
@@ -251,6 +250,14 @@ class GossipParticipant:
         if str(error) != self._last_failure:
             self._last_failure = str(error)
             _log.warning("%s", error)
+
+
+async def _stop_within_timeout(gossip: Gossip, *, leave: bool) -> None:
+    try:
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await gossip.stop(leave=leave)
+    except (GenieError, TimeoutError) as error:
+        _log.info("gossip did not stop cleanly: %s", str(error) or f"timeout after {_STOP_TIMEOUT_S:g} s")
 
 
 def _decode_keys(settings: GossipSettings) -> list[bytes]:

@@ -88,10 +88,13 @@ MakeGossip = Callable[[GossipIdentity, int], Gossip]
 
 @dataclass(frozen=True)
 class GossipSupport:
-    """How this process can take part in gossip; `off_reason` says why it cannot."""
+    """How this process can take part in gossip; `off_reason` says why it cannot.
+
+    `is_disabled`: by a setting, which counts for the whole cluster if it is a server's."""
 
     make_gossip: MakeGossip | None = None
     off_reason: str = "it is not configured"
+    is_disabled: bool = False
 
 
 def parse_gossip_name(gossip_name: str) -> tuple[MemberRole, str] | None:

@@ -38,7 +38,7 @@ from tests.cli.conftest import CommandOutcome
 from tests.cli.sample_messages import make_job as sample_job
 from tests.cli.sample_messages import make_status_reply
 from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 
 JUNK_TOKEN = f"genie.join.abcd.{'s' * 43}.{'p' * 43}"
 
@@ -136,6 +136,20 @@ def test_down_reports_that_nothing_is_running(genie) -> None:
     ran = genie("down")
     assert ran.code == 0
     assert "nothing to stop" in ran.out
+
+
+def test_down_ends_jobs_that_an_agent_had_left_running(genie, state_dir) -> None:
+    """Agent and supervisor were killed, so that no process of the cluster is left."""
+    job_dir = state_dir / "agents" / "n1" / "jobs" / "j1"
+    job_dir.mkdir(parents=True)
+    with subprocess.Popen(["/bin/sleep", "300"], env={"GENIE_JOB_DIR": str(job_dir)}) as job:
+        try:
+            ran = genie("down")
+            assert job.wait(TIMEOUT_S) == -signal.SIGKILL
+        finally:
+            job.kill()
+    assert ran.code == 0
+    assert "ended processes of jobs that an agent had left running: 1" in ran.err
 
 
 def test_forget_removes_a_node(genie, controller) -> None:

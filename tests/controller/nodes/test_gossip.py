@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from genie.controller.backups.restore import adopt_store
 from genie.controller.election import LEADER_KEY
+from genie.controller.ledger import read_cluster_record
 from genie.controller.nodes import gossip_keys
 from genie.controller.nodes.gossip_keys import KEY_CHANGE_STEP_S
 from genie.controller.rows import ClusterRecord
-from genie.errors import PermissionError_
+from genie.errors import AddressInUseError, GossipError, PermissionError_
 from genie.model.member import MemberRole, MemberState
-from genie.model.messages import GetGossipSettings, ListMembers, RemoveNode
+from genie.model.messages import (
+    CreateToken,
+    GetGossipSettings,
+    ListMembers,
+    ListTokens,
+    RemoveNode,
+    RevokeToken,
+)
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
 from genie.processes.clock import SystemClock
 from genie.runtime.credentials import connect_authenticated
-from genie.runtime.gossip.protocol import GossipIdentity, GossipSupport
+from genie.runtime.gossip.protocol import Gossip, GossipIdentity, GossipSupport
 from genie.sim.gossip import GossipMedium, SimGossip
 from tests.controller.running_controller import CALL_S, RunningController, running_controller
+from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
 
@@ -85,8 +97,8 @@ async def test_members_are_listed_with_their_observer(tmp_path: Path) -> None:
             assert "gossip reports that it is dead" in (await owner.node("n1")).status_reason
 
 
-async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
-    support = GossipSupport(off_reason="it is disabled")
+async def test_server_with_gossip_disabled_says_why(tmp_path: Path) -> None:
+    support = GossipSupport(off_reason="it is disabled", is_disabled=True)
     async with running_controller(tmp_path, tls="on", gossip=support) as one:
         async with one.client() as owner:
             assert (await owner.ask(ListMembers())).off_reason == "it is disabled"
@@ -94,6 +106,30 @@ async def test_server_without_gossip_says_why(tmp_path: Path) -> None:
         async with connect_authenticated(one.network, access, timeout_s=CALL_S, program="test") as (peer, _):
             settings = await peer.call(GetGossipSettings(), timeout_s=CALL_S)
             assert (settings.is_enabled, settings.keys, settings.seeds) == (False, (), ())
+
+
+class FailingGossip(SimGossip):
+    async def start(self, keys: Sequence[bytes]) -> None:
+        raise AddressInUseError("the port is in use")
+
+
+def make_failing_gossip(identity: GossipIdentity, _port: int) -> Gossip:
+    return FailingGossip(GossipMedium(), identity, host="127.0.0.1", port=0, clock=SystemClock())
+
+
+@pytest.mark.parametrize(
+    ("support", "reason"),
+    [
+        (GossipSupport(off_reason="kinship is missing"), "kinship is missing"),
+        (GossipSupport(make_failing_gossip, ""), "the port is in use|not started yet"),
+    ],
+)
+async def test_server_that_cannot_take_part_does_not_say_that_gossip_is_disabled(
+    tmp_path: Path, support: GossipSupport, reason: str
+) -> None:
+    async with running_controller(tmp_path, gossip=support) as one, one.agent("n1") as agent:
+        with pytest.raises(GossipError, match=f"server one takes no part in gossip: .*({reason})"):
+            await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)
 
 
 async def test_leader_resigns_before_it_leaves_gossip(tmp_path: Path) -> None:
@@ -134,19 +170,72 @@ async def test_removing_a_node_changes_the_key(tmp_path: Path) -> None:
             assert keys is not None and len(keys) == 2 and keys[0] == before[0], "the old key is still used"
 
 
+async def test_revoking_the_token_of_a_node_and_removing_it_change_the_key(tmp_path: Path) -> None:
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one, one.client() as owner:
+
+        async def read_record() -> ClusterRecord:
+            record = await read_cluster_record(one.store)
+            assert record is not None
+            return record
+
+        async def has_changed_key() -> bool:
+            await clock.advance(0.5)
+            return (await read_record()).gossip_key_number == 1
+
+        async with one.agent("n1"):
+            pass
+        tokens = (await owner.ask(ListTokens())).tokens
+        token_id = next(each.token_id for each in tokens if each.kind is TokenKind.NODE)
+        await owner.ask(RevokeToken(token_id=token_id))
+        await until(has_changed_key, what="the change after the token was revoked")
+        assert not (await read_record()).is_gossip_key_change_due
+        await clock.advance(14.0)
+        await owner.ask(RemoveNode(node_id="n1"))
+        assert (await read_record()).is_gossip_key_change_due, "the node has no token left to revoke"
+
+
+async def test_revoking_a_token_of_a_client_keeps_the_key(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner:
+        created = await owner.ask(CreateToken(kind=TokenKind.USER, tenant="t"))
+        await owner.ask(RevokeToken(token_id=created.record.token_id))
+        record = await read_cluster_record(one.store)
+        assert record is not None and not record.is_gossip_key_change_due and record.gossip_key_number == 0
+
+
 def test_key_changes_in_three_steps() -> None:
     record = ClusterRecord(cluster_id="c", ca_pin="p")
     assert gossip_keys.current_key_numbers(record, now=1000.0) == (0,)
-    due = gossip_keys.request_gossip_key_change(record)
+    due = msgspec.structs.replace(record, is_gossip_key_change_due=True)
     assert not gossip_keys.can_change_key(record, now=1000.0) and gossip_keys.can_change_key(due, now=1000.0)
     changed = gossip_keys.with_next_key(due, now=1000.0)
     steps = [(0.0, (0, 1)), (KEY_CHANGE_STEP_S, (1, 0)), (2 * KEY_CHANGE_STEP_S, (1,)), (-5.0, (1,))]
     for elapsed_s, numbers in steps:
         assert gossip_keys.current_key_numbers(changed, now=1000.0 + elapsed_s) == numbers
-    again = gossip_keys.request_gossip_key_change(changed)
+    again = msgspec.structs.replace(changed, is_gossip_key_change_due=True)
     assert not gossip_keys.can_change_key(again, now=1000.0 + 1.9 * KEY_CHANGE_STEP_S), "one at a time"
     assert gossip_keys.can_change_key(again, now=1000.0 + 2 * KEY_CHANGE_STEP_S)
 
 
-def test_keys_differ_by_number() -> None:
-    assert gossip_keys.gossip_key_purpose(1) != gossip_keys.gossip_key_purpose(2)
+def test_keys_differ_by_generation_and_number() -> None:
+    purposes = {
+        gossip_keys.gossip_key_purpose(generation=generation, number=number)
+        for generation in (0, 1, 11)
+        for number in (0, 1, 11)
+    }
+    assert len(purposes) == 9
+
+
+async def test_a_restore_does_not_repeat_a_key(tmp_path: Path) -> None:
+    """It sets the number of the key back; a node that was removed since knows the key of that number."""
+    async with running_controller(tmp_path, tls="on", gossip=make_support(GossipMedium())) as one:
+        await until_gossip_runs(one)
+        async with one.agent("n1") as agent:
+            keys = (await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)).keys
+        await one.stop()
+        await adopt_store(one.store, store_name="test", now_s=SystemClock().wall_s())
+        await one.start()
+        await until_gossip_runs(one)
+        async with one.agent("n2") as agent:
+            after = (await agent.peer.call(GetGossipSettings(), timeout_s=CALL_S)).keys
+        assert len(after) == 1 and set(after).isdisjoint(keys)

@@ -112,14 +112,14 @@ async def _try_join(gossip: KinshipGossip) -> str:
 
 
 def test_without_the_package_gossip_is_off_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(enabled: str) -> tuple[bool, str]:
+    def find(enabled: str) -> tuple[bool, str, bool]:
         support = find_kinship_support(
             GossipConfig(enabled=enabled), host="127.0.0.1", port=0, advertised_host="", clock=SystemClock()
         )
-        return support.make_gossip is not None, support.off_reason
+        return support.make_gossip is not None, support.off_reason, support.is_disabled
 
-    assert find("auto") == find("on") == (True, "")
-    assert find("off") == (False, "it is disabled on this machine (gossip.enabled = off)")
+    assert find("auto") == find("on") == (True, "", False)
+    assert find("off") == (False, "it is disabled on this machine (gossip.enabled = off)", True)
     monkeypatch.setitem(sys.modules, "kinship.blocking", None)
-    is_possible, reason = find("auto")
-    assert not is_possible and "pip install 'genie-gpu[gossip]'" in reason
+    is_possible, reason, is_disabled = find("auto")
+    assert not is_possible and not is_disabled and "pip install 'genie-gpu[gossip]'" in reason

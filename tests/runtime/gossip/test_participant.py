@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import AddressInUseError, ConnectionLostError, ProtocolError, StoreFullError
+from genie.errors import AddressInUseError, ConnectionLostError, GossipError, ProtocolError, StoreFullError
 from genie.model.member import Member, MemberRole, MemberState
 from genie.model.messages import GossipSettings
 from genie.processes.clock import SystemClock
@@ -43,6 +43,7 @@ class ParticipantInputs:
     created: list[SimGossip] = field(default_factory=list)
     is_port_in_use: bool = False
     is_request_unknown: bool = False
+    does_server_take_part: bool = True
     fetch_count: int = 0
     last_ports: list[int] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ class ParticipantInputs:
         self.fetch_count += 1
         if self.is_request_unknown:
             raise ProtocolError("unknown request")
+        if not self.does_server_take_part:
+            raise GossipError("server s takes no part in gossip: the port is in use")
         if self.settings is None:
             raise ConnectionLostError("no connection to the controller")
         return self.settings
@@ -169,6 +172,18 @@ async def test_disabled_gossip_stops(inputs: ParticipantInputs) -> None:
         assert not inputs.medium.running_members()
 
 
+async def test_member_keeps_its_settings_while_the_leader_takes_no_part(inputs: ParticipantInputs) -> None:
+    async with inputs.running() as participant:
+        await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
+        address, settings, count = participant.address, participant.settings, inputs.fetch_count
+        stored = (inputs.directory / "gossip.json").read_bytes()
+        inputs.does_server_take_part = False
+        await inputs.clock.advance(5 * SETTINGS_INTERVAL_S)
+        assert participant.address == address and participant.settings == settings
+        assert (inputs.directory / "gossip.json").read_bytes() == stored
+        assert 4 <= inputs.fetch_count - count <= 6, "no additional requests"
+
+
 async def test_new_keys_are_used(inputs: ParticipantInputs) -> None:
     async with inputs.running():
         inputs.settings = make_settings(keys=[KEYS[1], KEYS[0]])
@@ -209,6 +224,28 @@ async def test_unreachable_servers_are_logged_once(
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "10.99.0.1:5556" in warnings[0].message and "UDP and TCP" in warnings[0].message
+
+
+async def test_failed_start_ends_even_if_stopping_does_not(
+    inputs: ParticipantInputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class HangingGossip(SimGossip):
+        async def start(self, keys: Sequence[bytes]) -> None:
+            raise AddressInUseError("gossip cannot listen on 127.0.0.1:5557: the port is in use")
+
+        async def stop(self, *, leave: bool) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("genie.runtime.gossip.participant._STOP_TIMEOUT_S", 0.01)
+    identity = GossipIdentity(name="n1", role=MemberRole.NODE, release="1.0")
+    support = GossipSupport(
+        lambda _identity, port: HangingGossip(
+            inputs.medium, identity, host="127.0.0.1", port=port, clock=inputs.clock
+        ),
+        "",
+    )
+    async with inputs.running(support):
+        await until(lambda: "port is in use" in caplog.text, what="the failed start is reported")
 
 
 async def test_invalid_keys_start_nothing(
