@@ -92,18 +92,17 @@ class LeaderLink:
         self._wake_event.set()
 
         def is_pending() -> bool:
-            return (
-                self._get_open_peer() is None and self._connect_error is None and bool(self._leader_address)
-            )
+            return self.open_connection is None and self._connect_error is None and bool(self._leader_address)
 
         if self.is_enabled and is_pending():
             await self._notifier.wait_while(_CONNECTION_KEY, is_pending, timeout_s=CONNECT_TIMEOUT_S)
-        peer = self._get_open_peer()
+        peer = self.open_connection
         if peer is None:
             raise self._no_connection_error()
         return peer
 
-    def _get_open_peer(self) -> rpc.Peer | None:
+    @property
+    def open_connection(self) -> rpc.Peer | None:
         return self._peer if self._peer is not None and not self._peer.is_closed else None
 
     def _no_connection_error(self) -> NotLeaderError:

@@ -8,9 +8,7 @@ leader, if one is known. The leader never forwards a forwarded request.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,13 +16,13 @@ from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.standby.copy_reads import CopyReads
+from genie.controller.standby.forward_limits import ForwardLimits
 from genie.controller.standby.leader_link import LeaderLink
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.errors import (
     ConnectionLostError,
     DeadlineError,
     NotLeaderError,
-    OverloadedError,
     ProtocolError,
     ReplyLostError,
     StoreUnavailableError,
@@ -43,14 +41,10 @@ from genie.model.tenant import Identity, TokenRecord
 from genie.processes.clock import Clock
 from genie.runtime import rpc, wire
 
-FORWARDS_IN_FLIGHT_MAX = 1024
-"""Less than the leader accepts on one connection (rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)."""
-FORWARDS_PER_TOKEN_IN_FLIGHT_MAX = 256
 READ_TIMEOUT_S = 2.0
 """A read that takes longer, in addition to its `wait_s`, is answered from the copy."""
 WRITE_TIMEOUT_S = 15.0
 """Less than clients wait."""
-_FORWARD_RETRY_AFTER_S = 0.5
 _LOST_REPLY_RETRY_AFTER_S = 0.5
 _NO_LEADER_ERRORS = (NotLeaderError, ReplyLostError, StoreUnavailableError)
 """Errors after which a read is answered from the copy."""
@@ -79,8 +73,9 @@ class StandbyRequests:
         self._copy_reads: CopyReads | None = None
         self._is_following = asyncio.Event()
         self._follow_task: asyncio.Task[None] | None = None
-        self._in_flight_by_token: Counter[str] = Counter()
-        self._in_flight = 0
+        self._forward_limits = ForwardLimits(clock)
+        self._limited_connection: rpc.Peer | None = None
+        """The connection to which `_forward_limits` applies."""
         self._last_reply_s = 0.0
         """When the leader last replied to a forwarded request."""
 
@@ -168,7 +163,13 @@ class StandbyRequests:
     async def _forward(self, identity: Identity, request: Message) -> Message:
         """Return the reply of the leader or raise its error. Raise NotLeaderError if the request was not
         carried out, ReplyLostError if that is unknown."""
-        with self._count_in_flight(identity.token_id):
+        if self._limited_connection is not self._link.open_connection:
+            self._limited_connection = self._link.open_connection
+            self._forward_limits.release_unanswered()
+        wait_s = _wait_s(request)
+        with self._forward_limits.count_in_flight(
+            identity, is_wait=wait_s > 0, handled_s_max=wait_s + WRITE_TIMEOUT_S
+        ):
             peer = await self._link.get_connection()
             frame = ForwardedRequest(token_id=identity.token_id, request=wire.encode_message(request))
             try:
@@ -201,30 +202,15 @@ class StandbyRequests:
         self._last_reply_s = self._clock.monotonic_s()
         return answer
 
-    @contextmanager
-    def _count_in_flight(self, token_id: str) -> Iterator[None]:
-        of_token = self._in_flight_by_token[token_id]
-        if self._in_flight >= FORWARDS_IN_FLIGHT_MAX or of_token >= FORWARDS_PER_TOKEN_IN_FLIGHT_MAX:
-            raise OverloadedError(
-                f"the limit of {FORWARDS_PER_TOKEN_IN_FLIGHT_MAX} forwarded requests in flight of one token, "
-                f"or of {FORWARDS_IN_FLIGHT_MAX} of all, is reached",
-                retry_after_s=_FORWARD_RETRY_AFTER_S,
-            )
-        self._in_flight += 1
-        self._in_flight_by_token[token_id] += 1
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self._in_flight_by_token[token_id] -= 1
-            if not self._in_flight_by_token[token_id]:
-                del self._in_flight_by_token[token_id]
-
 
 def _timeout_s(request: Message) -> float:
     is_read = type(request) in COPY_REQUESTS or isinstance(request, GetStatus)
-    wait_s = clamp_wait_s(float(getattr(request, "wait_s", 0.0)))
-    return wait_s + (READ_TIMEOUT_S if is_read else WRITE_TIMEOUT_S)
+    return _wait_s(request) + (READ_TIMEOUT_S if is_read else WRITE_TIMEOUT_S)
+
+
+def _wait_s(request: Message) -> float:
+    """How long the leader may wait for a change before it replies."""
+    return clamp_wait_s(float(getattr(request, "wait_s", 0.0)))
 
 
 def _with_cluster_data_of(leaders: StatusReply, own: StatusReply) -> StatusReply:

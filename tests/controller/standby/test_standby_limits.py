@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from genie.controller.ledger import TABLES_AGE_S_MAX
-from genie.controller.standby import requests as standby_requests
+from genie.controller.standby import forward_limits
 from genie.errors import NotLeaderError, OverloadedError
 from genie.model.job import JobState
 from genie.model.messages import (
@@ -16,15 +16,17 @@ from genie.model.messages import (
     NOT_FORWARDED_REQUESTS,
     OWNER_REQUESTS,
     USER_REQUESTS,
+    CancelJob,
     GetJob,
+    JobReply,
     ListJobs,
     ListNodes,
 )
 from genie.model.node import NodeStatus
-from genie.runtime import rpc
+from genie.model.tenant import TokenKind
 from genie.sim.store import MemoryStore
-from tests.controller.running_controller import running_controller
-from tests.controller.standby.controllers_on_etcd import run_leader_and_standby
+from tests.controller.running_controller import Client, running_controller
+from tests.controller.standby.controllers_on_etcd import LeaderAndStandby, run_leader_and_standby
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -89,23 +91,51 @@ async def test_controller_that_has_led_answers_with_the_age_of_its_memory(tmp_pa
     await memory.close()
 
 
-async def test_forwarded_requests_of_a_token_are_limited(
+async def test_waits_of_two_tenants_do_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby_requests, "FORWARDS_PER_TOKEN_IN_FLIGHT_MAX", 3)
-    async with run_leader_and_standby(tmp_path) as cluster, cluster.standby.client() as client:
-        job = await client.submit()
-        wait = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=20.0)
-        async with asyncio.TaskGroup() as group:
-            waits = [group.create_task(client.ask(wait)) for _ in range(3)]
-            assert cluster.standby.controller is not None
-            requests = cluster.standby.controller._standby_requests
-            await until(lambda: requests._in_flight == 3)
-            with pytest.raises(OverloadedError, match="forwarded requests in flight") as error:
-                await client.job(job.job_id)
-            assert error.value.retry_after_s > 0
+    monkeypatch.setattr(forward_limits, "TENANT_WAITS_MAX", 8)
+    async with run_leader_and_standby(tmp_path) as cluster:
+        red_token, blue_token, green_token = [
+            await cluster.leader.token(TokenKind.USER, tenant=name) for name in ("red", "blue", "green")
+        ]
+        async with (
+            cluster.standby.client(red_token) as red,
+            cluster.standby.client(blue_token) as blue,
+            cluster.standby.client(green_token) as green,
+            cluster.standby.client() as owner,
+            asyncio.TaskGroup() as group,
+        ):
+            waits = [
+                *await open_waits_until_limit(red, cluster, group, count=4),
+                *await open_waits_until_limit(blue, cluster, group, count=2),
+            ]
+            job = await green.submit()
+            await owner.ask(CancelJob(job_id=job.job_id))
+            ended = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=20.0)
+            for client in (green, owner):
+                reply = await client.ask(ended)
+                assert (reply.job.state, reply.age_s) == (JobState.CANCELLED, 0.0)
+            assert len((await red.ask(ListJobs())).jobs) == 1
             for task in waits:
                 task.cancel()
+
+
+async def open_waits_until_limit(
+    client: Client, cluster: LeaderAndStandby, group: asyncio.TaskGroup, *, count: int
+) -> list[asyncio.Task[JobReply]]:
+    """Open the waits that the standby allows this client, and check that it rejects a further one."""
+    job = await client.submit()
+    assert cluster.standby.controller is not None
+    limits = cluster.standby.controller._standby_requests._forward_limits
+    in_flight = limits.in_flight + count
+    request = GetJob(job_id=job.job_id, while_state=JobState.QUEUED, wait_s=20.0)
+    waits = [group.create_task(client.ask(request)) for _ in range(count)]
+    await until(lambda: limits.in_flight == in_flight)
+    with pytest.raises(OverloadedError, match="forwarded requests that wait") as error:
+        await client.ask(request)
+    assert error.value.retry_after_s > 0
+    return waits
 
 
 async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
@@ -122,4 +152,3 @@ async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
 def test_every_request_of_clients_is_forwarded_or_handled_locally() -> None:
     requests = {*USER_REQUESTS, *OWNER_REQUESTS}
     assert {*FORWARDED_REQUESTS, *NOT_FORWARDED_REQUESTS} == requests
-    assert standby_requests.FORWARDS_IN_FLIGHT_MAX < rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX
