@@ -193,7 +193,7 @@ class StandbyRequests:
             answer = await peer.call(frame, timeout_s=timeout_s)
         except (ConnectionLostError, DeadlineError) as error:
             if isinstance(error, DeadlineError) and self._last_reply_s < sent_s:
-                self._link.close_unresponsive(peer)
+                self._link.request_ping(peer)
             raise ReplyLostError(
                 f"the leader was lost before its reply to a forwarded request: {error.message}",
                 hint="the request may have been carried out; check before you retry",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
 
+from genie.controller.connection import Connection, Handler
 from genie.controller.ledger import TABLES_AGE_S_MAX
-from genie.controller.standby import forward_limits
-from genie.errors import NotLeaderError, OverloadedError
+from genie.controller.standby import forward_limits, leader_link
+from genie.controller.standby import requests as standby_requests
+from genie.errors import GenieError, NotLeaderError, OverloadedError, ReplyLostError
 from genie.model.job import JobState
 from genie.model.messages import (
     FORWARDED_REQUESTS,
@@ -17,10 +20,13 @@ from genie.model.messages import (
     OWNER_REQUESTS,
     USER_REQUESTS,
     CancelJob,
+    CreateToken,
     GetJob,
     JobReply,
     ListJobs,
     ListNodes,
+    Message,
+    Ping,
 )
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
@@ -136,6 +142,71 @@ async def open_waits_until_limit(
         await client.ask(request)
     assert error.value.retry_after_s > 0
     return waits
+
+
+async def test_overdue_read_does_not_end_the_writes_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_requests, "READ_TIMEOUT_S", 0.3)
+    async with run_leader_and_standby(tmp_path) as cluster, cluster.standby.client() as client:
+        job = await client.submit()
+        await cluster.until_copied()
+        hanging = hang_requests_of_leader(cluster, monkeypatch, ListJobs, CreateToken)
+        async with cluster.standby.client() as other, asyncio.TaskGroup() as group:
+            write = group.create_task(client.ask(CreateToken(kind=TokenKind.USER)))
+            assert (await other.ask(ListJobs())).age_s > 0
+            await until_pinged(cluster)
+            assert not write.done()
+            assert (await other.ask(GetJob(job_id=job.job_id))).age_s == 0.0
+            hanging.set()
+            assert (await write).token
+            assert (await other.ask(ListJobs())).age_s == 0.0
+
+
+async def test_leader_that_does_not_reply_to_a_ping_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby_requests, "READ_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(leader_link, "PING_TIMEOUT_S", 0.3)
+    async with run_leader_and_standby(tmp_path) as cluster, cluster.standby.client() as client:
+        await cluster.until_copied()
+        hang_requests_of_leader(cluster, monkeypatch, ListJobs, CreateToken, Ping)
+        async with cluster.standby.client() as other, asyncio.TaskGroup() as group:
+            write = group.create_task(get_error(client.ask(CreateToken(kind=TokenKind.USER))))
+            assert (await other.ask(ListJobs())).age_s > 0
+            assert isinstance(await write, ReplyLostError)
+
+
+def hang_requests_of_leader(
+    cluster: LeaderAndStandby, monkeypatch: pytest.MonkeyPatch, *kinds: type[Message]
+) -> asyncio.Event:
+    """Make the leader handle these requests only after the event that is returned."""
+    assert cluster.leader.controller is not None
+    handlers, released = cluster.leader.controller._request_service._handlers, asyncio.Event()
+
+    def make_hanging(handle: Handler) -> Handler:
+        async def handle_after_event(connection: Connection, request: Message) -> Message:
+            await released.wait()
+            return await handle(connection, request)
+
+        return handle_after_event
+
+    for kind in kinds:
+        monkeypatch.setitem(handlers, kind, make_hanging(handlers[kind]))
+    return released
+
+
+async def until_pinged(cluster: LeaderAndStandby) -> None:
+    """Wait until the standby has the reply to its ping."""
+    assert cluster.standby.controller is not None
+    link = cluster.standby.controller._standby_requests._link
+    await until(lambda: not link._attention_event.is_set())
+
+
+async def get_error(call: Coroutine[object, object, object]) -> GenieError:
+    with pytest.raises(GenieError) as caught:
+        await call
+    return caught.value
 
 
 async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
