@@ -231,6 +231,8 @@ class RequestService:
             return None
         else:
             reply = self._standby_requests.respond(connection, request)
+        if kind in LIST_REQUESTS:
+            reply = self._request_limits.await_list_counted_in_flight(usage, reply)
         return self._request_limits.await_reply_counted_in_flight(
             usage, reply, size_bytes=connection.peer.request_bytes
         )

@@ -14,6 +14,7 @@ import msgspec
 
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection
+from genie.controller.request_limits import RequestLimits
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.standby.copy_reads import CopyReads
 from genie.controller.standby.forward_limits import ForwardLimits
@@ -73,6 +74,8 @@ class StandbyRequests:
         self._copy_reads: CopyReads | None = None
         self._is_following = asyncio.Event()
         self._follow_task: asyncio.Task[None] | None = None
+        self._copy_turns = RequestLimits(clock)
+        """Lists from the copy take turns, as those of a leader; forwarded ones take turns there."""
         self._forward_limits = ForwardLimits(clock)
         self._limited_connection: rpc.Peer | None = None
         """The connection to which `_forward_limits` applies."""
@@ -139,7 +142,9 @@ class StandbyRequests:
             reads = self._copy_reads
             if reads is None or type(request) not in COPY_REQUESTS or self._must_client_ask_leader():
                 raise
-        return await reads.respond(connection, request)
+        usage = connection.token_usage
+        assert usage is not None, "requests of nodes are never answered from the copy"
+        return await self._copy_turns.run_in_turn(usage, request, lambda: reads.respond(connection, request))
 
     async def complete_status(self, connection: Connection, own: StatusReply) -> StatusReply:
         """Return the status of this controller with the leader's view of the cluster, or that of the copy."""
@@ -149,9 +154,21 @@ class StandbyRequests:
             reads, copy = self._copy_reads, self._copy
             if reads is None or copy is None or not copy.is_usable:
                 return own
-            return reads.add_cluster_data(own, connection.identity)
+            return await self._complete_status_from_copy(reads, connection, own)
         assert isinstance(leaders, StatusReply)
         return _with_cluster_data_of(leaders, own)
+
+    async def _complete_status_from_copy(
+        self, reads: CopyReads, connection: Connection, own: StatusReply
+    ) -> StatusReply:
+        async def add_cluster_data() -> Message:
+            return reads.add_cluster_data(own, connection.identity)
+
+        usage = connection.token_usage
+        assert usage is not None, "requests of nodes are never answered from the copy"
+        reply = await self._copy_turns.run_in_turn(usage, GetStatus(), add_cluster_data)
+        assert isinstance(reply, StatusReply)
+        return reply
 
     def _must_client_ask_leader(self) -> bool:
         """Whether a controller leads to which requests cannot be forwarded, because TLS is off."""

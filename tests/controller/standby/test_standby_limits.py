@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller import request_limits
 from genie.controller.connection import Connection, Handler
 from genie.controller.ledger import TABLES_AGE_S_MAX
 from genie.controller.standby import forward_limits, leader_link
@@ -207,6 +208,45 @@ async def get_error(call: Coroutine[object, object, object]) -> GenieError:
     with pytest.raises(GenieError) as caught:
         await call
     return caught.value
+
+
+async def test_lists_from_the_copy_are_limited_and_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_limits, "LIST_REQUESTS_IN_FLIGHT_MAX", 2)
+    async with run_leader_and_standby(tmp_path) as cluster:
+        tokens = [await cluster.leader.token(TokenKind.USER, tenant=name) for name in ("red", "blue")]
+        await cluster.lose_leader()
+        counts = count_concurrent_copy_reads(cluster, monkeypatch, ListJobs)
+        async with cluster.standby.client(tokens[0]) as red, cluster.standby.client(tokens[1]) as blue:
+            replies = await asyncio.gather(
+                *(client.ask(ListJobs()) for client in (red, blue) for _ in range(4)), return_exceptions=True
+            )
+        rejected = [reply for reply in replies if isinstance(reply, OverloadedError)]
+        assert len(rejected) == 4 and all("lists in flight" in error.message for error in rejected)
+        assert counts == [1, 1, 1, 1]
+
+
+def count_concurrent_copy_reads(
+    cluster: LeaderAndStandby, monkeypatch: pytest.MonkeyPatch, kind: type[Message]
+) -> list[int]:
+    """Add the number of concurrent reads of the standby's copy to the list that is returned, at each one."""
+    assert cluster.standby.controller is not None
+    reads = cluster.standby.controller._standby_requests._copy_reads
+    assert reads is not None
+    handle, counts, running = reads._handlers[kind], [], 0
+
+    async def handle_and_count(connection: Connection, request: Message) -> Message:
+        nonlocal running
+        running += 1
+        counts.append(running)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        running -= 1
+        return await handle(connection, request)
+
+    monkeypatch.setitem(reads._handlers, kind, handle_and_count)
+    return counts
 
 
 async def test_request_that_is_too_large_to_be_forwarded_is_for_the_leader(
