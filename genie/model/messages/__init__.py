@@ -184,8 +184,8 @@ class Launch(Request[Done], frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     """Addresses of the workers of the job, by rank."""
     has_deadman_timer: bool = msgspec.field(default=True, name="deadman")
-    """Whether the worker ends at the dead-man time. An agent that ignores the field ends it then, which is
-    safe; a controller that never sends False reclaims the resources then."""
+    """Whether the worker ends at the dead-man time. An agent that does not know the field rejects the launch
+    if it is False; a controller that never sends False reclaims the resources then."""
 
 
 class Kill(Request[Done], frozen=True, kw_only=True):
