@@ -175,17 +175,26 @@ class RequestLimits:
     async def run_list_request(
         self, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
     ) -> Message:
-        """Handle one of LIST_REQUESTS; some take turns."""
+        """Handle one of LIST_REQUESTS, counted as in flight; some take turns."""
+        return await self.await_list_counted_in_flight(usage, self.run_in_turn(usage, request, handle))
+
+    async def await_list_counted_in_flight(self, usage: TokenUsage, reply: Awaitable[Message]) -> Message:
         usage.list_requests_in_flight += 1
         try:
-            if request.__class__ not in _REQUESTS_SERIALIZED_ACROSS_TOKENS:
-                return await handle()
-            async with self._lock_by_serialization_group[_serialization_group_of(usage, request)]:
-                reply = await handle()
-                await asyncio.sleep(0)
-                return reply
+            return await reply
         finally:
             usage.list_requests_in_flight -= 1
+
+    async def run_in_turn(
+        self, usage: TokenUsage, request: Message, handle: Callable[[], Awaitable[Message]]
+    ) -> Message:
+        """Handle a request; one that must take turns waits for its turn first."""
+        if request.__class__ not in _REQUESTS_SERIALIZED_ACROSS_TOKENS:
+            return await handle()
+        async with self._lock_by_serialization_group[_serialization_group_of(usage, request)]:
+            reply = await handle()
+            await asyncio.sleep(0)
+            return reply
 
 
 def _serialization_group_of(usage: TokenUsage, request: Message) -> _SerializationGroup:

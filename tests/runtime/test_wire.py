@@ -33,6 +33,7 @@ from genie.model.messages.handshake import Hello
 from genie.model.release import ProtocolVersions
 from genie.runtime import wire
 from genie.version import __version__
+from tests.model.sample_values import make_sample
 
 
 def test_preface_of_releases_without_negotiation_is_sent_and_accepted() -> None:
@@ -223,6 +224,18 @@ def test_names_in_a_version_error_are_short_and_printable() -> None:
         decoder.decode(_encode_fields(type="GetJob", job_id="j", **many), peer="x")
     assert len(caught.value.message) < 1000
     assert caught.value.message.isprintable()
+
+
+def test_launch_without_a_deadman_timer_is_rejected_by_agents_that_do_not_know_the_field() -> None:
+    """They would end the job at the dead-man time. A launch with the timer has no such field."""
+    without_timer = msgspec.structs.replace(make_sample(Launch), has_deadman_timer=False)
+    with_timer = msgspec.structs.replace(without_timer, has_deadman_timer=True)
+    assert b"deadman" not in wire.encode_message(with_timer)
+    body = wire.encode_message(without_timer)
+    decoder = wire.RequestDecoder((Launch,))
+    assert decoder.decode(body, peer="x") == without_timer
+    with pytest.raises(VersionError, match="unknown"):  # as the field is to such an agent
+        decoder.decode(body.replace(b"deadman", b"unknown"), peer="x")
 
 
 def test_report_of_a_newer_release_is_read_without_its_unknown_parts() -> None:

@@ -50,6 +50,7 @@ from genie.model.messages import (
     Heartbeat,
     ListMembers,
     Message,
+    Ping,
     StatusReply,
 )
 from genie.model.messages.handshake import (
@@ -135,6 +136,7 @@ class RequestService:
             Hello: self._handle_hello,
             ServerHello: self._handle_server_hello,
             ForwardedRequest: self._handle_forwarded_request,
+            Ping: self._handle_ping,
             FetchTrust: self._handle_fetch_trust,
             Join: self._handle_join,
             RecoverCertificate: self._handle_recover_certificate,
@@ -229,6 +231,8 @@ class RequestService:
             return None
         else:
             reply = self._standby_requests.respond(connection, request)
+        if kind in LIST_REQUESTS:
+            reply = self._request_limits.await_list_counted_in_flight(usage, reply)
         return self._request_limits.await_reply_counted_in_flight(
             usage, reply, size_bytes=connection.peer.request_bytes
         )
@@ -315,6 +319,9 @@ class RequestService:
         except GenieError as error:
             return ForwardedReply(error=wire.encode_error(error))
         return ForwardedReply(reply=wire.encode_message(reply))
+
+    async def _handle_ping(self, connection: Connection, request: Ping) -> Done:
+        return Done()
 
     async def _verify_identity(self, connection: Connection, token: str) -> Identity:
         try:

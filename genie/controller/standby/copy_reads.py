@@ -109,13 +109,26 @@ class _NoPlanner:
 
 
 class _StoredNodes:
-    """The nodes as they last registered."""
+    """The nodes as they last registered. Their snapshots are made when they change, not for each request."""
 
     def __init__(self, tables: LedgerTables) -> None:
         self._tables = tables
+        self._snapshots: dict[str, NodeSnapshot] = {}
+        self._reset()
+        tables.add_after_load_listener(self._reset)
+        tables.nodes.add_listener(self._on_node_changed)
 
     def current_snapshots(self) -> Mapping[str, NodeSnapshot]:
-        return {node_id: _make_snapshot(record) for node_id, record in self._tables.nodes.items()}
+        return self._snapshots
+
+    def _reset(self) -> None:
+        self._snapshots = {node_id: _make_snapshot(record) for node_id, record in self._tables.nodes.items()}
+
+    def _on_node_changed(self, node_id: str, before: NodeRecord | None, after: NodeRecord | None) -> None:
+        if after is None:
+            self._snapshots.pop(node_id, None)
+        else:
+            self._snapshots[node_id] = _make_snapshot(after)
 
 
 def _make_snapshot(record: NodeRecord) -> NodeSnapshot:

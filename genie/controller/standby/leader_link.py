@@ -1,6 +1,8 @@
 """The connection of a standby to the leader, over which requests of clients are forwarded.
 
-Opened at the first request and closed when another controller leads or no request was forwarded for a while.
+Opened at the first request and closed when another controller leads or no request was forwarded for a while,
+or when the leader does not reply to a ping. An overdue reply alone does not close it, because other requests
+share it.
 Both sides authenticate by the certificates of controllers, so without TLS there is no connection.
 """
 
@@ -13,6 +15,7 @@ from collections.abc import Callable
 
 from genie.controller.change_notifier import ChangeNotifier, wait_event
 from genie.errors import DeadlineError, GenieError, NotLeaderError
+from genie.model.messages import Ping
 from genie.model.messages.handshake import ServerHello
 from genie.model.names import parse_endpoint
 from genie.processes.clock import Clock
@@ -25,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 1.5
 """How long a request waits for the connection."""
+PING_TIMEOUT_S = 2.0
 _BACKOFF_S_MIN = 0.2
 _BACKOFF_S_MAX = 2.0
 _IDLE_TIMEOUT_S = 60.0
@@ -57,6 +61,8 @@ class LeaderLink:
         """Why the last attempt to connect failed."""
         self._last_used_s = 0.0
         self._wake_event = asyncio.Event()
+        self._attention_event = asyncio.Event()
+        """Set when the connection must be checked: it is closed, or a reply is overdue."""
 
     @property
     def leader_address(self) -> str:
@@ -78,12 +84,10 @@ class LeaderLink:
         self._wake_event.set()
         self._notifier.notify_all()
 
-    def close_unresponsive(self, peer: rpc.Peer) -> None:
-        """Close a connection on which a reply is overdue. Requests then fail at once until a new one is
-        open."""
+    def request_ping(self, peer: rpc.Peer) -> None:
+        """Check whether the leader still responds on this connection; close it otherwise. Does not wait."""
         if peer is self._peer:
-            self._connect_error = DeadlineError(f"{self._leader_address} does not respond")
-        peer.close()
+            self._attention_event.set()
 
     async def get_connection(self) -> rpc.Peer:
         """Return a connection to the leader, waiting up to CONNECT_TIMEOUT_S for it. Raise NotLeaderError if
@@ -92,18 +96,17 @@ class LeaderLink:
         self._wake_event.set()
 
         def is_pending() -> bool:
-            return (
-                self._get_open_peer() is None and self._connect_error is None and bool(self._leader_address)
-            )
+            return self.open_connection is None and self._connect_error is None and bool(self._leader_address)
 
         if self.is_enabled and is_pending():
             await self._notifier.wait_while(_CONNECTION_KEY, is_pending, timeout_s=CONNECT_TIMEOUT_S)
-        peer = self._get_open_peer()
+        peer = self.open_connection
         if peer is None:
             raise self._no_connection_error()
         return peer
 
-    def _get_open_peer(self) -> rpc.Peer | None:
+    @property
+    def open_connection(self) -> rpc.Peer | None:
         return self._peer if self._peer is not None and not self._peer.is_closed else None
 
     def _no_connection_error(self) -> NotLeaderError:
@@ -163,7 +166,20 @@ class LeaderLink:
                 self._peer = None
 
     async def _wait_until_closed_or_idle(self, peer: rpc.Peer) -> None:
-        closed = asyncio.Event()
-        peer.set_close_listener(closed.set)
+        self._attention_event.clear()
+        peer.set_close_listener(self._attention_event.set)
         while not peer.is_closed and (not peer.is_idle or self._is_wanted()):
-            await wait_event(closed, clock=self._clock, timeout_s=_IDLE_TIMEOUT_S / 2)
+            await wait_event(self._attention_event, clock=self._clock, timeout_s=_IDLE_TIMEOUT_S / 2)
+            if self._attention_event.is_set() and not peer.is_closed:
+                await self._ping(peer)
+                self._attention_event.clear()
+
+    async def _ping(self, peer: rpc.Peer) -> None:
+        try:
+            await peer.call(Ping(), timeout_s=PING_TIMEOUT_S)
+        except DeadlineError:
+            # Requests fail at once until a new connection is open.
+            self._connect_error = DeadlineError(f"{self._leader_address} does not respond")
+            peer.close()
+        except GenieError as error:  # a reply as well, of a leader of an older release
+            _log.debug("the leader rejected a ping: %s", error)

@@ -8,23 +8,22 @@ leader, if one is known. The leader never forwards a forwarded request.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import msgspec
 
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection
+from genie.controller.request_limits import RequestLimits
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.standby.copy_reads import CopyReads
+from genie.controller.standby.forward_limits import ForwardLimits
 from genie.controller.standby.leader_link import LeaderLink
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.errors import (
     ConnectionLostError,
     DeadlineError,
     NotLeaderError,
-    OverloadedError,
     ProtocolError,
     ReplyLostError,
     StoreUnavailableError,
@@ -43,14 +42,10 @@ from genie.model.tenant import Identity, TokenRecord
 from genie.processes.clock import Clock
 from genie.runtime import rpc, wire
 
-FORWARDS_IN_FLIGHT_MAX = 1024
-"""Less than the leader accepts on one connection (rpc.CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX)."""
-FORWARDS_PER_TOKEN_IN_FLIGHT_MAX = 256
 READ_TIMEOUT_S = 2.0
 """A read that takes longer, in addition to its `wait_s`, is answered from the copy."""
 WRITE_TIMEOUT_S = 15.0
 """Less than clients wait."""
-_FORWARD_RETRY_AFTER_S = 0.5
 _LOST_REPLY_RETRY_AFTER_S = 0.5
 _NO_LEADER_ERRORS = (NotLeaderError, ReplyLostError, StoreUnavailableError)
 """Errors after which a read is answered from the copy."""
@@ -79,8 +74,11 @@ class StandbyRequests:
         self._copy_reads: CopyReads | None = None
         self._is_following = asyncio.Event()
         self._follow_task: asyncio.Task[None] | None = None
-        self._in_flight_by_token: Counter[str] = Counter()
-        self._in_flight = 0
+        self._copy_turns = RequestLimits(clock)
+        """Lists from the copy take turns, as those of a leader; forwarded ones take turns there."""
+        self._forward_limits = ForwardLimits(clock)
+        self._limited_connection: rpc.Peer | None = None
+        """The connection to which `_forward_limits` applies."""
         self._last_reply_s = 0.0
         """When the leader last replied to a forwarded request."""
 
@@ -144,7 +142,9 @@ class StandbyRequests:
             reads = self._copy_reads
             if reads is None or type(request) not in COPY_REQUESTS or self._must_client_ask_leader():
                 raise
-        return await reads.respond(connection, request)
+        usage = connection.token_usage
+        assert usage is not None, "requests of nodes are never answered from the copy"
+        return await self._copy_turns.run_in_turn(usage, request, lambda: reads.respond(connection, request))
 
     async def complete_status(self, connection: Connection, own: StatusReply) -> StatusReply:
         """Return the status of this controller with the leader's view of the cluster, or that of the copy."""
@@ -154,9 +154,21 @@ class StandbyRequests:
             reads, copy = self._copy_reads, self._copy
             if reads is None or copy is None or not copy.is_usable:
                 return own
-            return reads.add_cluster_data(own, connection.identity)
+            return await self._complete_status_from_copy(reads, connection, own)
         assert isinstance(leaders, StatusReply)
         return _with_cluster_data_of(leaders, own)
+
+    async def _complete_status_from_copy(
+        self, reads: CopyReads, connection: Connection, own: StatusReply
+    ) -> StatusReply:
+        async def add_cluster_data() -> Message:
+            return reads.add_cluster_data(own, connection.identity)
+
+        usage = connection.token_usage
+        assert usage is not None, "requests of nodes are never answered from the copy"
+        reply = await self._copy_turns.run_in_turn(usage, GetStatus(), add_cluster_data)
+        assert isinstance(reply, StatusReply)
+        return reply
 
     def _must_client_ask_leader(self) -> bool:
         """Whether a controller leads to which requests cannot be forwarded, because TLS is off."""
@@ -168,7 +180,13 @@ class StandbyRequests:
     async def _forward(self, identity: Identity, request: Message) -> Message:
         """Return the reply of the leader or raise its error. Raise NotLeaderError if the request was not
         carried out, ReplyLostError if that is unknown."""
-        with self._count_in_flight(identity.token_id):
+        if self._limited_connection is not self._link.open_connection:
+            self._limited_connection = self._link.open_connection
+            self._forward_limits.release_unanswered()
+        wait_s = _wait_s(request)
+        with self._forward_limits.count_in_flight(
+            identity, is_wait=wait_s > 0, handled_s_max=wait_s + WRITE_TIMEOUT_S
+        ):
             peer = await self._link.get_connection()
             frame = ForwardedRequest(token_id=identity.token_id, request=wire.encode_message(request))
             try:
@@ -192,7 +210,7 @@ class StandbyRequests:
             answer = await peer.call(frame, timeout_s=timeout_s)
         except (ConnectionLostError, DeadlineError) as error:
             if isinstance(error, DeadlineError) and self._last_reply_s < sent_s:
-                self._link.close_unresponsive(peer)
+                self._link.request_ping(peer)
             raise ReplyLostError(
                 f"the leader was lost before its reply to a forwarded request: {error.message}",
                 hint="the request may have been carried out; check before you retry",
@@ -201,30 +219,15 @@ class StandbyRequests:
         self._last_reply_s = self._clock.monotonic_s()
         return answer
 
-    @contextmanager
-    def _count_in_flight(self, token_id: str) -> Iterator[None]:
-        of_token = self._in_flight_by_token[token_id]
-        if self._in_flight >= FORWARDS_IN_FLIGHT_MAX or of_token >= FORWARDS_PER_TOKEN_IN_FLIGHT_MAX:
-            raise OverloadedError(
-                f"the limit of {FORWARDS_PER_TOKEN_IN_FLIGHT_MAX} forwarded requests in flight of one token, "
-                f"or of {FORWARDS_IN_FLIGHT_MAX} of all, is reached",
-                retry_after_s=_FORWARD_RETRY_AFTER_S,
-            )
-        self._in_flight += 1
-        self._in_flight_by_token[token_id] += 1
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self._in_flight_by_token[token_id] -= 1
-            if not self._in_flight_by_token[token_id]:
-                del self._in_flight_by_token[token_id]
-
 
 def _timeout_s(request: Message) -> float:
     is_read = type(request) in COPY_REQUESTS or isinstance(request, GetStatus)
-    wait_s = clamp_wait_s(float(getattr(request, "wait_s", 0.0)))
-    return wait_s + (READ_TIMEOUT_S if is_read else WRITE_TIMEOUT_S)
+    return _wait_s(request) + (READ_TIMEOUT_S if is_read else WRITE_TIMEOUT_S)
+
+
+def _wait_s(request: Message) -> float:
+    """How long the leader may wait for a change before it replies."""
+    return clamp_wait_s(float(getattr(request, "wait_s", 0.0)))
 
 
 def _with_cluster_data_of(leaders: StatusReply, own: StatusReply) -> StatusReply:

@@ -397,6 +397,10 @@ class ForwardedRequest(Request[ForwardedReply], frozen=True, kw_only=True):
     request: bytes
 
 
+class Ping(Request[Done], frozen=True, kw_only=True):
+    """Between controllers: replied to at once, whether the controller leads or not."""
+
+
 # --- Cluster ----------------------------------------------------------------------------------
 
 
@@ -670,7 +674,7 @@ def _reply_type(request: type[Message]) -> type[Message]:
 
 
 UNAUTHENTICATED_REQUESTS = (Hello, ServerHello, FetchTrust, Join, JoinServer, RecoverCertificate)
-SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica, ForwardedRequest)
+SERVER_REQUESTS = (StatReplica, PutReplica, GetReplica, ForwardedRequest, Ping)
 NODE_REQUESTS = (
     Register,
     Heartbeat,

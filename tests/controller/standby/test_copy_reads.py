@@ -12,7 +12,8 @@ import pytest
 from genie.controller.connection import Connection
 from genie.controller.ledger import LedgerTables
 from genie.controller.requests.open_waits import OpenWaits
-from genie.controller.standby.copy_reads import CopyReads
+from genie.controller.rows import NodeRecord
+from genie.controller.standby.copy_reads import CopyReads, _StoredNodes
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.store import Put, WatchEvent
 from genie.errors import TokenRefusedError
@@ -20,6 +21,7 @@ from genie.model.messages import JobsReply, ListJobs
 from genie.model.tenant import Identity, QuotaRecord, TokenKind, TokenRecord
 from genie.runtime.rpc import Peer
 from genie.sim.store import MemoryStore
+from tests.fakes.agent import make_node_info
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
 
@@ -111,4 +113,28 @@ async def test_change_that_is_older_than_a_row_is_ignored() -> None:
     assert tables.quotas["red"].gpus == 2.0 and changed == []
     tables.apply_stored_change(WatchEvent("quota/red", None, revisions[1] + 1))
     assert "red" not in tables.quotas and changed == ["red"]
+    await memory.close()
+
+
+async def test_snapshots_of_nodes_are_made_again_only_when_the_nodes_change() -> None:
+    clock = FakeClock()
+    memory = await MemoryStore.open(clock=clock)
+
+    async def store_node(node_id: str, cpus: float) -> WatchEvent:
+        value = msgspec.json.encode(NodeRecord(info=make_node_info(node_id, cpus=cpus)))
+        key = f"node/{node_id}"
+        return WatchEvent(key, value, (await memory.commit([], [Put(key, value)])).revision)
+
+    await store_node("n1", 1.0)
+    await store_node("n2", 1.0)
+    tables = LedgerTables(memory, clock=clock)
+    nodes = _StoredNodes(tables)
+    await tables.read_all_tables()
+    assert nodes.current_snapshots().keys() == {"n1", "n2"}
+    changed = await store_node("n1", 2.0)
+    tables.apply_stored_change(changed)
+    tables.apply_stored_change(WatchEvent("node/n2", None, changed.revision + 1))
+    after = dict(nodes.current_snapshots())
+    assert after.keys() == {"n1"} and after["n1"].info.cpus == 2.0
+    assert nodes.current_snapshots()["n1"] is after["n1"]
     await memory.close()
