@@ -160,13 +160,7 @@ class Controller:
         self._local_access_files = LocalAccessFiles(state_dir)
         self._locks = LockTable(self._ledger, self._election, clock=clock)
         self._controller_addresses = ControllerAddresses(store, name=name, get_own=lambda: self.address)
-        self._server_releases = ServerReleases(
-            store,
-            name=name,
-            etcd_member=etcd_member,
-            clock=clock,
-            set_cluster_release=self._ledger.set_cluster_release,
-        )
+        self._server_releases = self._build_server_releases(etcd_member)
         self._release_skew_alarm = ""
         self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
@@ -184,6 +178,15 @@ class Controller:
             ttl_s=self._config.leader_ttl_s,
             health=self._store_health,
             instance=instance,
+        )
+
+    def _build_server_releases(self, etcd_member: str) -> ServerReleases:
+        return ServerReleases(
+            self._store,
+            name=self._name,
+            etcd_member=etcd_member,
+            clock=self._clock,
+            set_cluster_release=self._ledger.set_cluster_release,
         )
 
     def _build_scheduling_services(self) -> None:
