@@ -9,7 +9,7 @@ from pathlib import Path
 from genie.agent import job_files
 from genie.agent.launcher import log_files_with_offsets
 from genie.errors import UsageError
-from genie.model.messages import CHUNK_BYTES_MAX, WAIT_S_MAX, LogChunk, ReadLog
+from genie.model.messages import CHUNK_BYTES_MAX, LOG_OFFSET_MAX, WAIT_S_MAX, LogChunk, ReadLog
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload
 
@@ -20,10 +20,10 @@ async def wait_for_log_chunk(
     request: ReadLog, directory: Path, *, is_live: Callable[[], bool], clock: Clock, offload: Offload
 ) -> LogChunk:
     """Returns the next chunk; waits up to `request.wait_s` for output while the job runs."""
-    if request.offset < 0 or request.bytes_max < 1:
+    if not 0 <= request.offset <= LOG_OFFSET_MAX or request.bytes_max < 1:
         raise UsageError(
             f"cannot read {request.bytes_max} bytes of a log from {request.offset}",
-            hint="the offset must be at least 0 and the size at least 1",
+            hint=f"the offset must be from 0 to {LOG_OFFSET_MAX} and the size at least 1",
         )
     deadline = clock.monotonic_s() + min(max(request.wait_s, 0.0), WAIT_S_MAX)
     while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -28,10 +29,10 @@ _LAST_COLUMN_CHARS_MIN = 24
 _COLUMN_CHARS_MIN = 6
 # Replaces arguments of genie.init() in library messages by command-line options.
 _OPTION_NAME_REPLACEMENTS = (
-    ("master_addr is not given", "no address given"),
-    ("pass master_addr,", "give --address HOST[:PORT],"),
-    ("use master_addr=", "use --address "),
-    ("ttl_s = ", "--ttl in seconds: "),
+    (r"master_addr is not given", "no address given"),
+    (r"pass master_addr,", "give --address HOST[:PORT],"),
+    (r"use master_addr=", "use --address "),
+    (r"(?<![\w.])ttl_s = ", "--ttl in seconds: "),
 )
 
 
@@ -195,7 +196,7 @@ def to_one_line(text: str) -> str:
 
 def _use_option_names(text: str) -> str:
     for library, command in _OPTION_NAME_REPLACEMENTS:
-        text = text.replace(library, command)
+        text = re.sub(library, command, text)
     return text
 
 

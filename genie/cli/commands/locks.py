@@ -114,9 +114,12 @@ def release_lock(
     The holder is informed when it renews its lease, and may use the lock until then.
     """
     from genie.model.lock import validate_lock_name
+    from genie.model.names import validate_name
     from genie.model.tenant import DEFAULT_TENANT
 
     validate_lock_name(name)
+    if tenant is not None:
+        validate_name(tenant, what="--tenant")
     if not force:
         raise UsageError(
             f"lock {name!r} is not released without --force: its holder may still use it",

@@ -51,8 +51,12 @@ def create(
             "--server", help="Create a server token: single use, admits one server (needs --store etcd)."
         ),
     ] = False,
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the token, such as its user.")] = "",
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the token.")] = "",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the token, such as its user.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tenant of the token (default: the tenant 'default').")
+    ] = None,
     ttl: Annotated[
         str | None,
         typer.Option(
@@ -74,15 +78,15 @@ def create(
     if join and server:
         raise UsageError("--join and --server are mutually exclusive", hint="give one of them")
     for option, value in (("--name", name), ("--tenant", tenant)):
-        if value:
+        if value is not None:
             validate_name(value, what=option)
     ttl_s = None if ttl is None else parse_duration(ttl, what="--ttl")
     created, where = asyncio.run(
         _create_token_and_get_address(
             invocation.load_settings(),
             kind=_token_kind(join=join, server=server),
-            name=name,
-            tenant=tenant,
+            name=name or "",
+            tenant=tenant or "",
             ttl_s=ttl_s,
         )
     )

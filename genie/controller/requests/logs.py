@@ -16,7 +16,7 @@ from genie.controller.jobs.catalog import JobCatalog
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.errors import JobNotFoundError, UsageError
 from genie.model.job import Job, PastRun, make_worker_name
-from genie.model.messages import CHUNK_BYTES_MAX, LogChunk, ReadLog
+from genie.model.messages import CHUNK_BYTES_MAX, LOG_OFFSET_MAX, LogChunk, ReadLog
 from genie.model.tenant import Identity
 from genie.processes.clock import Clock
 
@@ -105,8 +105,12 @@ class LogRequests:
 
 
 def _check_log_request(request: ReadLog, job: Job) -> None:
-    if request.offset < 0 or not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
-        raise UsageError(f"offset must be 0 or more and bytes_max from 1 to {CHUNK_BYTES_MAX}")
+    if not 0 <= request.offset <= LOG_OFFSET_MAX:
+        raise UsageError(f"offset = {request.offset} is not allowed", hint=f"allowed: 0 to {LOG_OFFSET_MAX}")
+    if not 1 <= request.bytes_max <= CHUNK_BYTES_MAX:
+        raise UsageError(
+            f"bytes_max = {request.bytes_max} is not allowed", hint=f"allowed: 1 to {CHUNK_BYTES_MAX}"
+        )
     is_past = 0 < request.run_number < job.run_number
     if not 0 <= request.run_number <= job.run_number + 1 or (
         is_past and request.run_number not in _run_numbers(job)

@@ -37,6 +37,8 @@ from genie.model.record import Facts, Record
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
 CHUNK_BYTES_MAX = 512 * 1024
+LOG_OFFSET_MAX = (1 << 62) - 1
+"""Files cannot be longer than 2^63 bytes."""
 WAIT_S_MAX = 30.0
 
 

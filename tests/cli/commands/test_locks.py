@@ -79,6 +79,11 @@ def test_lock_release_requires_force(genie, controller) -> None:
     assert controller.requests == []
 
 
+def test_lock_release_rejects_an_empty_tenant(genie, controller) -> None:
+    ran = genie("lock", "release", "checkpoint", "--force", "--tenant", "")
+    assert (ran.code, "--tenant" in ran.err, controller.requests) == (2, True, [])
+
+
 def test_lock_release_names_the_holder_that_lost_the_lock(genie, controller) -> None:
     controller.replies[BreakLock] = LockBroken(holder="box (process 7)", fencing_token=12)
     ran = genie("lock", "release", "checkpoint", "--force", "--tenant", "red")

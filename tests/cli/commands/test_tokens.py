@@ -70,6 +70,7 @@ def test_create_prints_json_without_the_hash(genie, controller) -> None:
     [
         (["--name", "a b"], "--name"),
         (["--tenant", "../up"], "--tenant"),
+        (["--tenant", ""], "--tenant"),
         (["--ttl", "soon"], "--ttl"),
         (["--ttl", "0"], "--ttl"),
         (["--name", "n\x07"], "--name"),
@@ -116,3 +117,8 @@ def test_revoke_continues_after_a_failure(genie, controller) -> None:
     ran = genie("token", "revoke", "nope", "tok1")
     assert (ran.code, ran.out) == (1, "tok1: revoked\n")
     assert "no token nope" in ran.err
+
+
+def test_setting_whose_name_ends_like_an_option_keeps_its_name(genie, monkeypatch) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_LEADER_TTL_S", "nan")
+    assert "controller.leader_ttl_s = 'nan'" in genie("token", "list").err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from genie.controller.requests import open_waits
-from genie.errors import GenieError, JobNotFoundError, OverloadedError
+from genie.errors import GenieError, JobNotFoundError, OverloadedError, UsageError
 from genie.model.job import RUNS_KEPT, Job, JobSpec, JobState, PlacementConstraints, Resources
 from genie.model.messages import GetJob, JobReply, LogChunk, ReadLog, Request
 from genie.model.tenant import TokenKind
@@ -80,6 +80,18 @@ async def test_each_run_has_a_log_and_the_latest_is_the_default(tmp_path: Path) 
         assert (following.eof, following.run_number) == (True, 0), (
             "a follower learns that there is no further run"
         )
+
+
+@pytest.mark.parametrize("wrong", [{"offset": -1}, {"offset": 2**63}, {"bytes_max": 0}])
+async def test_range_that_no_file_has_is_rejected_before_it_reaches_the_agent(
+    tmp_path: Path, wrong: dict[str, int]
+) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent("a") as agent:
+        job = await owner.submit(gpus=1)
+        await agent.start_next()
+        ((name, value),) = wrong.items()
+        with pytest.raises(UsageError, match=f"{name} = {value} is not allowed"):
+            await owner.ask(ReadLog(job_id=job.job_id, **wrong))
 
 
 async def test_newest_runs_of_a_job_are_kept_and_survive_a_controller_restart(tmp_path: Path) -> None:
