@@ -94,6 +94,7 @@ def restore(
     Running jobs that are not in the backup are ended when their nodes connect.
     """
     settings = invocation.load_settings({"controller.store": store})
+    _check_store_would_be_used(settings)
     wanted = (
         None if generation is None else parse_integer(generation, what="--generation", low=1, high=1 << 24)
     )
@@ -114,6 +115,20 @@ def restore(
         f"{restored.cluster.generation}"
     )
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
+
+
+def _check_store_would_be_used(settings: Settings) -> None:
+    """Raise UsageError if this machine is a server with etcd, whose controller would ignore another store."""
+    from genie.controller.etcd.local_member import LocalMember
+
+    state_dir = settings.paths.state_dir
+    is_default = settings.sources["controller.store"] == "default"
+    if is_default and LocalMember.read(state_dir) is not None:
+        raise UsageError(
+            f"{state_dir} has an etcd member, which 'genie up' would use instead of a restored SQLite store",
+            hint="restore into an empty GENIE_STATE_DIR, which starts a cluster with one controller, or into an "
+            "etcd cluster of your own with --store etcd://HOST:PORT",
+        )
 
 
 async def _restore_backup_file(settings: Settings, path: Path, *, generation: int | None) -> RestoreResult:

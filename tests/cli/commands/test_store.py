@@ -13,6 +13,7 @@ import pytest
 
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.controller_directory import check_directory_not_copied
+from genie.controller.etcd.local_member import LocalMember
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
@@ -87,6 +88,17 @@ def test_restore_fills_the_store_of_this_machine_and_prints_the_next_command(
     rows = read_store(state_dir / "controller" / "store.sqlite3")
     assert rows["job/j-1"] == b"1"
     assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
+
+
+def test_restore_into_sqlite_is_refused_where_the_controller_uses_etcd(genie, state_dir, backup_file) -> None:
+    member = LocalMember(
+        name="a", host="127.0.0.1", client_port=2379, peer_port=2380, bind="127.0.0.1", controller_port=5555
+    )
+    member.write(state_dir)
+    ran = genie("store", "restore", str(backup_file))
+    assert ran.code == 2
+    assert "has an etcd member" in ran.err
+    assert not (state_dir / "controller" / "store.sqlite3").exists()
 
 
 def test_restore_uses_the_given_store_and_generation(genie, backup_file, tmp_path) -> None:
