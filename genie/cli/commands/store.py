@@ -126,8 +126,8 @@ def _check_store_would_be_used(settings: Settings) -> None:
     if is_default and LocalMember.read(state_dir) is not None:
         raise UsageError(
             f"{state_dir} has an etcd member, which 'genie up' would use instead of a restored SQLite store",
-            hint="restore into an empty GENIE_STATE_DIR, which starts a cluster with one controller, or into an "
-            "etcd cluster of your own with --store etcd://HOST:PORT",
+            hint="restore into an empty GENIE_STATE_DIR, which starts a cluster with one controller, or into "
+            "an etcd cluster of your own with --store etcd://HOST:PORT",
         )
 
 
