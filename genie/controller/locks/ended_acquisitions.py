@@ -31,4 +31,5 @@ class EndedAcquisitions:
 
     def find_reason(self, tenant: str, name: str, acquisition_id: str) -> str | None:
         """Return why the acquisition ended; None if it is not known to have ended."""
-        return self._reasons_by_tenant.get(tenant, {}).get((name, acquisition_id))
+        reasons = self._reasons_by_tenant.get(tenant)
+        return None if reasons is None else reasons.get((name, acquisition_id))
