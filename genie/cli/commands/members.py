@@ -59,11 +59,10 @@ async def _fetch_or_read_members(settings: Settings) -> tuple[MembersReply, str]
         stored = None if is_address_given else _find_stored_members(settings.paths.state_dir)
         if stored is None:
             raise
-        age = format_duration(time.time() - stored.observed_at)
-        output.print_message(
-            f"could not ask a server: {error.message}\n"
-            f"listing the members that {stored.observer} on this machine knew {age} ago"
-        )
+        age = _format_age(stored.observed_at, now=time.time())
+        observer = output.to_one_line(stored.observer)
+        output.print_message_lines(f"could not ask a server: {error.message}")
+        output.print_message(f"listing the members that {observer} on this machine knew {age}")
         return stored, "this machine"
     if reply.off_reason:
         raise GossipError(
@@ -87,6 +86,11 @@ def _format_member(member: Member, *, now: float) -> tuple[str, ...]:
         member.role.value,
         member.controller_address or member.address,
         member.state.value,
-        f"{format_duration(max(now - member.since, 0.0))} ago",
+        _format_age(member.since, now=now),
         member.release or "-",
     )
+
+
+def _format_age(at: float, *, now: float) -> str:
+    """Format how long ago a time in seconds since 1970 was. One before 1970 or in the future is clamped."""
+    return f"{format_duration(now - min(max(at, 0.0), now))} ago"

@@ -148,13 +148,14 @@ class LockLease:
 
     async def release(self, *, timeout_s: float = _CALL_TIMEOUT_S) -> bool:
         """Release the lock; return whether a controller has confirmed it. If none can be reached, the lock is
-        released when its lease expires. Raises LockLostError if the lock was lost before."""
+        released when its lease expires, so this does not wait for longer than its time to live. Raises
+        LockLostError if the lock was lost before."""
         if self.is_lost:
             self._lose("its lease expired before it was renewed")
             raise self.make_lost_error()
         self._end(_LeaseState.RELEASED)
         try:
-            await self._sender.call(self._release_request(), timeout_s=timeout_s)
+            await self._sender.call(self._release_request(), timeout_s=min(timeout_s, self.ttl_s))
         except GenieError as error:
             _log.warning("could not release lock %s, it expires in %g s: %s", self.name, self.ttl_s, error)
             return False

@@ -175,7 +175,7 @@ class JobLifecycle:
                 self._transitions.stage_stop(txn, job, StopReason.WORKER_ENDED, full_reason)
             else:
                 txn.put(self._ledger.jobs, job.job_id, job)
-        elif job.stop is StopReason.PREEMPT:
+        elif job.stop is StopReason.PREEMPT and final_state_of_job(placements) is not JobState.SUCCEEDED:
             job = msgspec.structs.replace(job, exit_code=None)
             self._transitions.stage_requeue(txn, job, requeue_reason(stopping_reason(job)))
         elif can_be_requeued_after_end(job, placements):

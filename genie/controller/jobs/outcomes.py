@@ -67,6 +67,9 @@ def final_state_of_worker(job: Job, report: ExitReport) -> tuple[JobState, str]:
         reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     how = "" if code is None else f" ({reason})"
     stop = _stop_reason_of_running_job(job)
+    if stop is StopReason.PREEMPT and code == 0:
+        # It ended by itself before it was stopped: a worker that was stopped has no exit code.
+        return JobState.SUCCEEDED, reason
     if stop in (StopReason.CANCEL, StopReason.WORKER_ENDED, StopReason.PREEMPT):
         return JobState.CANCELLED, f"cancelled: {stopping_reason(job)}{how}"
     if stop is StopReason.CLOSED:

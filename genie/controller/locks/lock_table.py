@@ -11,7 +11,7 @@ can stop it. See docs/LOCKS.md.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,6 +20,7 @@ from genie.controller.change_notifier import ChangeNotifier
 from genie.controller.election import Election
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.ledger import Ledger, Transaction
+from genie.controller.locks.ended_acquisitions import EndedAcquisitions
 from genie.controller.locks.waiters import LockWaiter, LockWaiters
 from genie.errors import LockError, LockLimitError, LockLostError, LockNotFoundError
 from genie.model.fencing import make_fencing_token
@@ -32,7 +33,6 @@ LOCKS_MAX = 10_000
 LOCKS_PER_TENANT_MAX = 1000
 LOCK_COUNTER = "lock"
 """Counts the acquisitions of all locks; the low part of their fencing tokens."""
-_ENDED_ACQUISITIONS_MAX = 4096
 
 
 def lock_row_id(tenant: str, name: str) -> str:
@@ -52,9 +52,7 @@ class LockTable:
         self._notifier = ChangeNotifier(clock)
         self._lease_deadline_s_by_token: dict[int, float] = {}
         """By fencing token. Entries of grants that were not committed are overwritten by the next grant."""
-        self._ended_acquisitions: OrderedDict[tuple[str, str], str] = OrderedDict()
-        """Why acquisitions ended before their lease: by row ID and acquisition ID. A request that arrives
-        after the release of its acquisition must not acquire the lock again."""
+        self._ended_acquisitions = EndedAcquisitions()
         self._count_by_tenant: Counter[str] = Counter()
         self._term_token = 0
         self._term_began_s = 0.0
@@ -96,7 +94,7 @@ class LockTable:
         self._check_not_of_newer_release(row_id, name)
         row = self._rows.get(row_id)
         if row is None or row.acquisition_id != acquisition_id or row.fencing_token != fencing_token:
-            ended = self._ended_acquisitions.get((row_id, acquisition_id))
+            ended = self._ended_acquisitions.find_reason(tenant, name, acquisition_id)
             return ended or "its lease expired before it was renewed"
         if not self._try_extend_lease(row):
             return "its lease expired before it was renewed"
@@ -108,13 +106,14 @@ class LockTable:
         row_id = lock_row_id(tenant, name)
         self._ledger.check_leading_and_up_to_date()
         self._check_not_of_newer_release(row_id, name)
-        self._record_end_of_acquisition(row_id, acquisition_id, "it was released")
-        self._waiters.remove(row_id, acquisition_id)
+        if self._waiters.remove(row_id, acquisition_id):
+            self._ended_acquisitions.add(tenant, name, acquisition_id, "it was released")
 
         def build(txn: Transaction) -> bool:
             row = txn.get(self._rows, row_id)
             if row is None or row.acquisition_id != acquisition_id:
                 return False
+            self._ended_acquisitions.add(tenant, name, acquisition_id, "it was released")
             was_held = not self._is_expired(row)
             self._stage_next_holder(txn, row_id)
             return was_held
@@ -139,7 +138,7 @@ class LockTable:
         row = await self._ledger.write(build)
         if row is not None:
             reason = f"it was released with 'genie lock release --force' (token {identity.token_id})"
-            self._record_end_of_acquisition(row_id, row.acquisition_id, reason)
+            self._ended_acquisitions.add(tenant, name, row.acquisition_id, reason)
         return row
 
     def visible_locks(self, identity: Identity) -> Iterator[LockView]:
@@ -218,7 +217,7 @@ class LockTable:
         the new record."""
         now_s = self._clock.monotonic_s()
         winner = self._waiters.first_ready(row_id, now_s=now_s) or or_else
-        if winner is not None and (row_id, winner.acquisition_id) in self._ended_acquisitions:
+        if winner is not None and self._find_end_of_acquisition(winner) is not None:
             winner = None
         if winner is None:
             txn.delete(self._rows, row_id)
@@ -259,7 +258,7 @@ class LockTable:
                 f"the record of lock {waiter.name!r} cannot be read",
                 hint=f"delete it with 'genie lock release {waiter.name} --force'",
             )
-        ended = self._ended_acquisitions.get((row_id, waiter.acquisition_id))
+        ended = self._find_end_of_acquisition(waiter)
         if ended is not None:
             raise LockLostError(f"could not acquire lock {waiter.name!r}: {ended}")
 
@@ -288,10 +287,9 @@ class LockTable:
         self._lease_deadline_s_by_token[row.fencing_token] = self._clock.monotonic_s() + row.ttl_s
         return True
 
-    def _record_end_of_acquisition(self, row_id: str, acquisition_id: str, reason: str) -> None:
-        self._ended_acquisitions[row_id, acquisition_id] = reason
-        while len(self._ended_acquisitions) > _ENDED_ACQUISITIONS_MAX:
-            self._ended_acquisitions.popitem(last=False)
+    def _find_end_of_acquisition(self, waiter: LockWaiter) -> str | None:
+        """Return why the acquisition ended; None if it is not known to have ended."""
+        return self._ended_acquisitions.find_reason(waiter.tenant, waiter.name, waiter.acquisition_id)
 
     # --- the ledger ---------------------------------------------------------------------------
 

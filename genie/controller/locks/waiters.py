@@ -77,16 +77,18 @@ class LockWaiters:
         queue = self._queue_by_row.get(row_id, {})
         return next((waiter for waiter in queue.values() if waiter.is_ready(now_s)), None)
 
-    def remove(self, row_id: str, acquisition_id: str) -> None:
+    def remove(self, row_id: str, acquisition_id: str) -> bool:
+        """Remove a client from the queue; return whether it was in it."""
         queue = self._queue_by_row.get(row_id, {})
         waiter = queue.pop(acquisition_id, None)
         if waiter is None:
-            return
+            return False
         self._count_by_tenant[waiter.tenant] -= 1
         if not self._count_by_tenant[waiter.tenant]:
             del self._count_by_tenant[waiter.tenant]
         if not queue:
             del self._queue_by_row[row_id]
+        return True
 
     def remove_abandoned(self, *, now_s: float) -> None:
         """Remove clients that have not polled for BETWEEN_POLLS_S."""

@@ -74,6 +74,21 @@ def test_without_a_server_the_files_of_this_machine_are_read(genie, folder: str)
     assert json.loads(genie("members", "--json").out)["source"] == "this machine"
 
 
+@pytest.mark.parametrize("observed_at", [-1e300, 1e300])
+def test_values_of_a_file_of_this_machine_are_shown_without_control_characters_and_in_bounds(
+    genie, observed_at: float
+) -> None:
+    state_dir = Path(os.environ["GENIE_STATE_DIR"])
+    node = msgspec.structs.replace(make_reply().members[1], name="gpu\x1b[2J", since=observed_at)
+    reply = MembersReply(members=(node,), observer="gpu-1\x1b]0;title\x07\nforged", observed_at=observed_at)
+    assert try_write_members(state_dir / "controller", reply)
+    ran = genie("members")
+    assert ran.code == 0
+    assert all(char.isprintable() or char == "\n" for char in ran.out + ran.err)
+    assert "gpu-1 ]0;title  forged on this machine knew" in ran.err
+    assert "0" * 20 not in ran.err + ran.out
+
+
 def test_files_of_this_machine_do_not_stand_in_for_another_address(genie) -> None:
     state_dir = Path(os.environ["GENIE_STATE_DIR"])
     try_write_members(state_dir / "controller", make_reply())

@@ -34,6 +34,8 @@ class ScriptedSender:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.timeouts_s: list[float] = []
+        """Of the requests, in the same order."""
         self.answers: dict[type, deque[Any]] = {
             kind: deque() for kind in (AcquireLock, RenewLock, ReleaseLock)
         }
@@ -41,6 +43,7 @@ class ScriptedSender:
     async def call(self, request: Any, *, timeout_s: float, idempotent: bool = True) -> Any:
         assert timeout_s > 0
         self.requests.append(request)
+        self.timeouts_s.append(timeout_s)
         defaults = {
             AcquireLock: GRANTED,
             RenewLock: LockRenewal(),
@@ -116,6 +119,16 @@ async def test_a_late_grant_that_has_expired_is_requested_again_with_another_acq
     first, second = [one for one in sender.requests if isinstance(one, AcquireLock)]
     assert first.acquisition_id != second.acquisition_id
     assert sender.count(ReleaseLock) == 1
+
+
+async def test_a_release_waits_no_longer_than_the_time_to_live(
+    clock: FakeClock, sender: ScriptedSender
+) -> None:
+    lease = make_lease(clock, sender)
+    await lease.acquire(timeout_s=None)
+    assert await lease.release()
+    assert isinstance(sender.requests[-1], ReleaseLock)
+    assert sender.timeouts_s[-1] == TTL_S
 
 
 async def test_polls_are_shorter_than_the_lease(clock: FakeClock, sender: ScriptedSender) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.controller.locks import lock_table, waiters
+from genie.controller.locks import ended_acquisitions, lock_table, waiters
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
@@ -395,6 +395,53 @@ async def test_tenants_have_locks_of_their_own(controller: RunningController, cl
         assert [view.tenant for view in (await client.ask(ListLocks())).locks] == ["blue", "red"]
         with pytest.raises(PermissionError_, match="user tokens cannot break locks"):
             await in_red.ask(BreakLock(tenant="blue", name="l"))
+
+
+async def test_releases_of_a_tenant_do_not_let_an_ended_acquisition_of_another_get_the_lock_again(
+    controller: RunningController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended_acquisitions, "ENDED_ACQUISITIONS_PER_TENANT_MAX", 2)
+    red, blue = [await controller.token(TokenKind.USER, tenant=tenant) for tenant in ("red", "blue")]
+    async with controller.client(red) as in_red, controller.client(blue) as in_blue:
+        await acquire(in_red, red_id := new_acquisition_id())
+        assert await release(in_red, red_id)
+        for _ in range(4):
+            await acquire(in_blue, blue_id := new_acquisition_id())
+            assert await release(in_blue, blue_id)
+        with pytest.raises(LockLostError, match="it was released"):
+            await acquire(in_red, red_id)
+
+
+async def test_releases_of_locks_that_were_never_held_do_not_let_an_ended_acquisition_get_the_lock_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended_acquisitions, "ENDED_ACQUISITIONS_PER_TENANT_MAX", 2)
+    await acquire(client, one := new_acquisition_id())
+    assert await release(client, one)
+    for _ in range(4):
+        assert not await release(client, new_acquisition_id())
+    with pytest.raises(LockLostError, match="it was released"):
+        await acquire(client, one)
+
+
+def test_the_oldest_ended_acquisitions_of_a_tenant_and_the_tenant_with_the_oldest_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ended_acquisitions, "ENDED_ACQUISITIONS_PER_TENANT_MAX", 2)
+    monkeypatch.setattr(ended_acquisitions, "TENANTS_MAX", 2)
+    ended = ended_acquisitions.EndedAcquisitions()
+    for acquisition_id in ("a1", "a2", "a3"):
+        ended.add("red", "l", acquisition_id, "released")
+    assert [ended.find_reason("red", "l", name) for name in ("a1", "a2", "a3")] == [
+        None,
+        "released",
+        "released",
+    ]
+    ended.add("blue", "l", "b1", "released")
+    ended.add("red", "l", "a4", "released")
+    ended.add("green", "l", "c1", "released")
+    assert ended.find_reason("blue", "l", "b1") is None
+    assert ended.find_reason("red", "l", "a4") == ended.find_reason("green", "l", "c1") == "released"
 
 
 async def test_an_owner_breaks_a_lock_and_its_holder_learns_why(client: Client) -> None:

@@ -83,7 +83,8 @@ class TwoNodes:
         await until(is_sent, what="a kill")
         return await self.a.next_kill()
 
-    async def end_on_a(self, launch: Launch, exit_code: int = -15) -> None:
+    async def end_on_a(self, launch: Launch, exit_code: int | None = -15) -> None:
+        """`exit_code`: None as of a job that its agent has stopped, whatever its exit code."""
         self.a.end(launch, exit_code)
         await self.a.beat()
 
@@ -119,7 +120,7 @@ async def test_restartable_job_moves_with_its_grace_period_and_others_stay(tmp_p
             JobState.RUNNING,
             "being stopped: moving from a: draining (new fans)",
         )
-        await setup.end_on_a(launch, 0)
+        await setup.end_on_a(launch, None)
         again = await advance_until_launch(setup.clock, setup.b, setup.a)
         await setup.b.confirm(again)
         moved = await setup.owner.job(moving.job_id)
@@ -398,6 +399,38 @@ async def test_emptying_checks_its_arguments_and_only_the_owner_may(tmp_path: Pa
         async with one.client(await one.token(TokenKind.USER, tenant="team")) as user:
             with pytest.raises(GenieError, match="user tokens cannot drain nodes"):
                 await user.ask(EmptyNode(node_id="a"))
+
+
+async def test_job_that_succeeded_by_itself_just_before_the_drain_stopped_it_does_not_run_again(
+    tmp_path: Path,
+) -> None:
+    async with two_nodes(tmp_path) as setup:
+        job, launch = await setup.start_on_a(restartable())
+        await setup.empty_a()
+        await setup.advance_until_kill()
+        await setup.end_on_a(launch, 0)
+        over = await setup.owner.job(job.job_id)
+        assert (over.state, over.exit_code, over.reason) == (JobState.SUCCEEDED, 0, "exit code 0")
+        assert await setup.owner.held("a") == []
+
+
+@pytest.mark.parametrize("second_exit_code", [0, None])
+async def test_drained_gang_is_queued_again_unless_all_workers_succeeded_by_themselves(
+    tmp_path: Path, second_exit_code: int | None
+) -> None:
+    async with two_nodes(tmp_path) as setup:
+        gang, first, second = await _start_gang_on_both(setup)
+        await setup.empty_a()
+        await setup.advance_until_kill()
+        await setup.end_on_a(first, 0)
+        assert (await setup.owner.job(gang.job_id)).state is JobState.RUNNING, "a worker is left"
+        setup.b.end(second, second_exit_code)
+        await setup.b.beat()
+        over = await setup.owner.job(gang.job_id)
+        if second_exit_code == 0:
+            assert (over.state, over.exit_code) == (JobState.SUCCEEDED, 0)
+        else:
+            assert MOVED in [step.reason for step in over.history if step.state is JobState.QUEUED]
 
 
 def test_drain_that_an_earlier_version_recorded_moves_nothing() -> None:

@@ -127,7 +127,7 @@ async def test_higher_priority_preempts_a_job_which_is_queued_again(
         kill = await a.next_kill()
         assert (kill.job_id, kill.reason) == (low.job_id, f"preempted for {high.job_id}")
         assert (await owner.job(low.job_id)).stop is StopReason.PREEMPT
-        a.end(launch, 0)
+        a.end(launch, None, reason=kill.reason)
         await a.beat()
         second = await a.start_next()
         assert second.job_id == high.job_id

@@ -28,8 +28,8 @@ async def run_and_preempt(owner: Client, agent: FakeAgent, job: Job) -> None:
     launch = await agent.start_next()
     assert launch.job_id == job.job_id
     high = await owner.submit_spec(make_spec("high", priority=900))
-    await agent.next_kill()
-    agent.end(launch, 0)
+    kill = await agent.next_kill()
+    agent.end(launch, None, reason=kill.reason)
     await agent.beat()
     second = await agent.start_next()
     assert second.job_id == high.job_id
