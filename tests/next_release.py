@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,17 +49,24 @@ class NextRelease:
             changed, count = _DESCRIPTIONS.subn(lambda found: found[0] + _ADDED_FIELD, path.read_text())
             assert count, f"{module} has no replies, reports or descriptions"
             path.write_text(changed)
+        self._python = self._make_environment()
 
     def module_command(self, module: str) -> list[str]:
         """The command of a program of that release, as supervisor/child.py makes it for this one."""
-        return [*self._environment, sys.executable, "-P", "-m", module]
+        return [str(self._python), "-P", "-m", module]
 
     def script_command(self, script: str) -> list[str]:
-        return [*self._environment, sys.executable, "-P", "-c", script]
+        return [str(self._python), "-P", "-c", script]
 
-    @property
-    def _environment(self) -> list[str]:
-        return ["env", f"PYTHONPATH={self._folder}"]
+    def _make_environment(self) -> Path:
+        """Makes an environment with the packages of this one and the genie of that release, and returns its
+        Python. PYTHONPATH is not enough: an editable install may be an import hook, which precedes it."""
+        environment = self._folder / "environment"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+        (packages,) = environment.glob("lib/python3*/site-packages")
+        paths = [str(self._folder), *(path for path in sys.path if path.endswith("site-packages"))]
+        (packages / "next_release.pth").write_text("".join(f"{path}\n" for path in paths))
+        return environment / "bin" / "python"
 
     def _replace(self, module: str, before: str, after: str) -> None:
         path = self._folder / "genie" / module
