@@ -62,8 +62,7 @@ def create(
         typer.Option(
             metavar="DURATION",
             help="Lifetime, such as 1h or 30d; a plain number is in seconds (default: 1h for join tokens, "
-            "15m for server tokens, else "
-            "unlimited).",
+            "15m for server tokens, else unlimited).",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -91,12 +90,8 @@ def create(
         )
     )
     if as_json:
-        output.write_json(
-            {
-                "token": created.token,
-                "record": output.struct_to_json(created.record, without=_SECRET_RECORD_FIELDS),
-            }
-        )
+        record = output.struct_to_json(created.record, without=_SECRET_RECORD_FIELDS)
+        output.write_json({"token": created.token, "record": record})
         return
     output.write_line(created.token)
     output.print_message(_format_expiry(created.record))
