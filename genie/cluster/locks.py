@@ -239,7 +239,7 @@ class _CancellableBlock:
             _log.debug("could not cancel a block: its event loop is closed")
 
     def end(self, exc_type: type[BaseException] | None) -> bool:
-        """End the block; return whether `cancel`, and nobody else, has cancelled it."""
+        """End the block; return whether `cancel`, and no other caller, has cancelled it."""
         task, self._task = self._task, None
         assert task is not None
         if not self._was_cancelled:

@@ -244,7 +244,7 @@ class InnocentTenantChecker:
     run is much shorter than `history_days`, and they are few and small.
 
     `faults`: those that may end jobs. The jobs must have neither a time limit that they can reach nor a lower
-    priority than others, and nobody may cancel them. One that a drain moves must succeed later.
+    priority than others, and they may not be cancelled. One that a drain moves must succeed later.
     """
 
     def __init__(

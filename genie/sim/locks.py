@@ -44,7 +44,7 @@ _LAST_ACQUISITION_S_MAX = 90.0
 
 
 class LockInvariantChecker:
-    """Checks each change of a lock in the store: tokens only grow, and nobody gets a lock while another
+    """Checks each change of a lock in the store: tokens only grow, and no client gets a lock while another
     client may use it by its own clock."""
 
     def __init__(self, cluster: SimCluster) -> None:

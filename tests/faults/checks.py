@@ -116,7 +116,7 @@ def find_double_allocations(revisions: Iterable[Revision]) -> Iterator[str]:
 def find_fencing_violations(
     revisions: Iterable[Revision], leader_tokens: dict[str, list[int]]
 ) -> Iterator[str]:
-    """A row of the ledger changes while nobody leads, terms overlap, or an agent accepts a token that is not
+    """A row of the ledger changes without a leader, terms overlap, or an agent accepts a token that is not
     that of a term or is lower than an earlier one."""
     terms: set[int] = set()
     leader: bytes | None = None
