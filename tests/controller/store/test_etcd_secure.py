@@ -14,6 +14,7 @@ import pytest
 
 from genie.controller.store import Put, etcd_channels
 from genie.controller.store.etcd import EtcdStore
+from genie.controller.store.etcd_proto import rpc_pb2_grpc
 from genie.controller.store.protocol import WatchEvent
 from genie.errors import ConfigError, StoreAccessError, StoreError, StoreUnavailableError
 from tests.controller.store.etcd_security import Authority, change_password, enable_logins
@@ -179,10 +180,27 @@ async def _reload(store: EtcdStore) -> None:
     await store._channels._reload_secrets(asyncio.get_running_loop().time() + 5)
 
 
-def _count_calls(store: EtcdStore) -> int:
+def _has_call_in_flight(store: EtcdStore) -> bool:
     channels = [vars(member.channel) for member in store._channels._members]
     # A finished call is in the set until it is garbage.
-    return sum(not call.done() for channel in channels for call in list(channel["_active_calls"]))
+    return any(not call.done() for channel in channels for call in list(channel["_active_calls"]))
+
+
+def _detect_calls(store: EtcdStore, *names: str) -> list[asyncio.Event]:
+    """An event for each method of the key-value service, set when it is next called."""
+    stub = store._channels._members[0].kv_stub
+    return [_detect_call(stub, name) for name in names]
+
+
+def _detect_call(stub: rpc_pb2_grpc.KVStub, name: str) -> asyncio.Event:
+    called, method = asyncio.Event(), getattr(stub, name)
+
+    def call(*arguments: object, **options: object) -> object:
+        called.set()
+        return method(*arguments, **options)
+
+    setattr(stub, name, call)
+    return called
 
 
 async def test_commit_in_flight_survives_a_change_of_the_password(tmp_path: Path) -> None:
@@ -192,9 +210,10 @@ async def test_commit_in_flight_survives_a_change_of_the_password(tmp_path: Path
         await enable_logins(server, users=("root",), password="first")
         store = await EtcdStore.open(f"{server.url}?user=root&password_file={password}")
         await store.commit([], [Put("a", b"1")])
+        (sent,) = _detect_calls(store, "Txn")
         server.suspend()
         commit = asyncio.create_task(store.commit([], [Put("a", b"2")], timeout_s=20))
-        await until(lambda: _count_calls(store) == 1, what="commit in flight")
+        await until(sent.is_set, what="commit in flight")
         password.write_text("second")
         await _reload(store)
         assert not commit.done()
@@ -210,11 +229,12 @@ async def test_commit_in_flight_fails_as_unavailable_when_certificates_change(tm
         await store.commit([], [Put("a", b"1")])
         async with store.watch("a", after_revision=1) as events:
             assert (await anext(events)).value == b"1"
+            sent = _detect_calls(store, "Txn", "Range")
             server.suspend()
             commit = asyncio.create_task(store.commit([], [Put("a", b"2")], timeout_s=20))
             read = asyncio.create_task(store.get("a", timeout_s=20))
             event = asyncio.create_task(_next_value(events))
-            await until(lambda: _count_calls(store) == 3, what="commit, read and watch in flight")
+            await until(lambda: all(call.is_set() for call in sent), what="commit and read in flight")
             authority.ca.write_bytes(authority.ca.read_bytes() + b"\n")
             await _reload(store)
             with pytest.raises(StoreUnavailableError, match="was replaced because"):
@@ -241,7 +261,7 @@ async def test_two_endpoints_are_read_while_certificates_change(tmp_path: Path) 
         first.suspend()  # so that readers are in the middle of a round
         readers = [asyncio.create_task(_read_often(store)) for _ in range(4)]
         for _ in range(10):
-            await until(lambda: _count_calls(store) > 0, what="a call of a reader")
+            await until(lambda: _has_call_in_flight(store), what="a call of a reader")
             authority.ca.write_bytes(authority.ca.read_bytes() + b"\n")
             await _reload(store)
         first.resume()
