@@ -71,6 +71,8 @@ class Peer:
         self.channel = channel
         self.release = ""
         """The version of Genie that the peer runs, as in its Hello or Welcome; empty before."""
+        self._name_with_release = self.name
+        """For errors. Formatted once, not for each frame."""
         self._in_flight_max = in_flight_max
         self._decoder = wire.RequestDecoder(requests) if requests else None
         self._handler = handler
@@ -100,13 +102,10 @@ class Peer:
         """The version of the protocol that both sides speak."""
         return self.channel.protocol_version
 
-    @property
-    def name_with_release(self) -> str:
-        return f"{self.name} (Genie {self.release})" if self.release else self.name
-
     def set_release(self, release: str) -> None:
         """Sets the version of Genie that the peer runs, for messages."""
         self.release = release
+        self._name_with_release = f"{self.name} (Genie {release})" if release else self.name
 
     @property
     def is_idle(self) -> bool:
@@ -186,7 +185,7 @@ class Peer:
             frame = await future
             if frame.kind is wire.FrameKind.ERROR:
                 return wire.decode_error(frame.payload, peer=self.name)
-            return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self.name_with_release)
+            return wire.decode_reply(reply_type(type(request)), frame.payload, peer=self._name_with_release)
         except TimeoutError:
             return DeadlineError(
                 f"{self.name} did not reply to {type(request).__name__} within {timeout_s:g} s"
@@ -281,7 +280,7 @@ class Peer:
         if self._decoder is None or self._handler is None:
             raise ProtocolError("this side does not accept requests")
         try:
-            request = self._decoder.decode(frame.payload, peer=self.name_with_release)
+            request = self._decoder.decode(frame.payload, peer=self._name_with_release)
         except Exception:  # also one that the decoder does not expect: the frame comes from a stranger
             self._invalid_requests += 1
             if self._invalid_requests > INVALID_REQUESTS_MAX:
