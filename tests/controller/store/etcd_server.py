@@ -90,9 +90,11 @@ class EtcdServer:
         self._end(signal.SIGKILL)
 
     def suspend(self) -> None:
-        """Sends SIGSTOP: connections stay open, but no request is answered."""
+        """Sends SIGSTOP: connections stay open, but no request is answered. Returns when every thread has stopped."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        wait_until(lambda: all(_read_thread_state(thread) == "T" for thread in threads.iterdir()))
 
     def resume(self) -> None:
         assert self._process is not None
@@ -146,3 +148,8 @@ class EtcdServer:
 
     def _choose_ports(self) -> None:
         self._client_port, self._peer_port = free_ports(2)
+
+
+def _read_thread_state(folder: Path) -> str:
+    """The letter of the state of a thread, such as R, S or T, from its folder in /proc."""
+    return (folder / "stat").read_text().rpartition(") ")[2][0]
