@@ -96,10 +96,11 @@ class TokenRegistry:
         """Raise TokenRefusedError if the token of a connection has been revoked or has expired since."""
         if not self._ledger.is_loaded or identity.kind is TokenKind.SERVER:
             return
+        record = self._ledger.tokens.get(identity.token_id)
+        if record is not None and record.revoked_at is None and record.expires_at is None:
+            return  # each request comes here: no call more than needed
         check_token_readable(self._ledger.tokens, identity.token_id)
-        check_token_not_revoked(
-            identity.token_id, self._ledger.tokens.get(identity.token_id), now=self._clock.wall_s()
-        )
+        check_token_not_revoked(identity.token_id, record, now=self._clock.wall_s())
 
     def identify_forwarded_client(self, token_id: str) -> Identity:
         """Return the identity behind the ID of a token whose secret another controller has verified. Raise

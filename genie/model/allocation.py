@@ -36,15 +36,15 @@ class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
     @property
     def reclaimable_holds(self) -> tuple[Hold, ...]:
         """The holds of workers that have ended for certain when the dead-man time of the node is over."""
-        return tuple(hold for hold in self.holds if hold.has_deadman_timer)
+        return tuple([hold for hold in self.holds if hold.has_deadman_timer])
 
     @property
     def withheld_holds(self) -> tuple[Hold, ...]:
         """The holds of workers that may run as long as the node is silent."""
-        return tuple(hold for hold in self.holds if not hold.has_deadman_timer)
+        return tuple([hold for hold in self.holds if not hold.has_deadman_timer])
 
     def gpu_used_milli(self, gpu_id: int) -> int:
-        return sum(hold.gpu_milli for hold in self.holds if gpu_id in hold.gpu_ids)
+        return sum([hold.gpu_milli for hold in self.holds if gpu_id in hold.gpu_ids])
 
     @property
     def cpus_used(self) -> float:
@@ -56,17 +56,15 @@ class NodeHolds(Record, frozen=True, kw_only=True, gc=False):
 
     def with_hold(self, hold: Hold) -> NodeHolds:
         """These and one more hold; more than 100% of an accelerator is a bug of the scheduler."""
-        after = msgspec.structs.replace(self, holds=(*self.holds, hold))
+        after = NodeHolds(node_id=self.node_id, holds=(*self.holds, hold))
         for gpu_id in hold.gpu_ids:
             assert after.gpu_used_milli(gpu_id) <= FULL_MILLI, f"{self.node_id}/{gpu_id} over-allocated"
         return after
 
-    def has_worker(self, worker_name: str, *, epoch: int) -> bool:
-        return any((hold.job_id, hold.epoch) == (worker_name, epoch) for hold in self.holds)
-
     def without_worker(self, worker_name: str, *, epoch: int) -> NodeHolds:
-        """These without the hold of this placement of the worker; those of its other placements stay."""
-        key = (worker_name, epoch)
-        return msgspec.structs.replace(
-            self, holds=tuple(hold for hold in self.holds if (hold.job_id, hold.epoch) != key)
-        )
+        """These without the hold of this placement of the worker; those of its other placements stay. The
+        same object if there is none."""
+        kept = tuple([hold for hold in self.holds if hold.job_id != worker_name or hold.epoch != epoch])
+        if len(kept) == len(self.holds):
+            return self
+        return NodeHolds(node_id=self.node_id, holds=kept)

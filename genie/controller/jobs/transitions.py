@@ -59,7 +59,8 @@ class JobTransitions:
         whether it held anything. Raise ReleaseSkewError as `release_hold`."""
         self._ledger.holds.check_writable(node_id)
         held = txn.get(self._ledger.holds, node_id)
-        if held is None or not held.has_worker(worker_name, epoch=epoch):
+        kept = None if held is None else held.without_worker(worker_name, epoch=epoch)
+        if kept is None or kept is held:
             return False
-        txn.put(self._ledger.holds, node_id, held.without_worker(worker_name, epoch=epoch))
+        txn.put(self._ledger.holds, node_id, kept)
         return True
