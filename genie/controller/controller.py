@@ -152,9 +152,8 @@ class Controller:
         self._certificates = Certificates.open(self._controller_dir, config, clock=clock)
         self._store_health = StoreHealth()
         self._election = self._make_election(instance)
-        files_max = get_open_file_limit()
-        self._open_files_alarm = _open_file_limit_alarm(files_max)
-        self._connections = Connections(ConnectionLimits.for_open_file_limit(files_max))
+        self._open_files_alarm = _open_file_limit_alarm(get_open_file_limit())
+        self._connections = Connections(network.connection_limits)
         self._last_memory_return_s = -_MEMORY_RETURN_INTERVAL_S
         self._ledger = Ledger(store, self._election, self._store_health, clock=clock)
         self._local_access_files = LocalAccessFiles(state_dir)

@@ -339,7 +339,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
+        self.connection_limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
@@ -386,7 +386,7 @@ class SimNetwork:
         if address in self._world.listeners:
             raise AddressInUseError(f"port {port} on {host} is in use")
         async with asyncio.TaskGroup() as connections:
-            limiter = ConnectionLimiter(self._limits)
+            limiter = ConnectionLimiter(self.connection_limits)
             self._world.listeners[address] = _Listener(accept, connections, limiter)
             try:
                 on_listening(port)

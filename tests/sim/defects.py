@@ -26,7 +26,6 @@ from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.agent.leader_connection import LeaderConnection
 from genie.cluster.locking.lock_lease import LockLease
-from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
 from genie.controller.controller import Controller
 from genie.controller.jobs import lifecycle
 from genie.controller.jobs.changes import JobChange
@@ -48,9 +47,9 @@ from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
 from genie.model.lock import LockRecord
 from genie.model.member import MemberState
 from genie.model.messages import ExitReport, Message
-from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import wire
+from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
 from genie.sim.processes import SimLauncher, make_exit_report
@@ -173,7 +172,8 @@ def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(CONNECTIONS_PER_TOKEN_MAX, TokenKind.USER, 1_000_000)
+    """One tenant can use all connections of users."""
+    patch.setattr(ConnectionLimits, "tenant_connections_max", property(lambda self: self.connections_max))
 
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
