@@ -67,7 +67,7 @@ class PowerLossSimulator:
         return True
 
     def _count_and_call(self, operation: Callable[..., object], target: int | Path, *rest: Any) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target)
+        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else Path(target)
         if path.is_relative_to(self._directory):
             if self._steps_left == 0 or self.has_failed:
                 self.has_failed = True
