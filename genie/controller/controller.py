@@ -30,6 +30,7 @@ from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
+from genie.controller.leadership_obstacle import LeadershipObstacle
 from genie.controller.ledger import Ledger, Transaction, read_cluster_record
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
@@ -75,6 +76,7 @@ from genie.errors import (
     GenieError,
     LeadershipError,
     ReleaseSkewError,
+    StoreCorruptError,
     StoreError,
     StoreVersionError,
     TlsError,
@@ -160,7 +162,7 @@ class Controller:
         self._locks = LockTable(self._ledger, self._election, clock=clock)
         self._controller_addresses = ControllerAddresses(store, name=name, get_own=lambda: self.address)
         self._server_releases = self._build_server_releases(etcd_member)
-        self._release_skew_alarm = ""
+        self._leadership_obstacle = LeadershipObstacle(store)
         self._periodic_step_runner = PeriodicStepRunner(clock)
         self._orders = AgentOrders()
         self._standby_requests = self._build_standby_requests(offload)
@@ -471,7 +473,7 @@ class Controller:
         nodes = (node.info for node in self._node_snapshots.current_snapshots().values())
         return [
             *file_alarms,
-            *([self._release_skew_alarm] if self._release_skew_alarm else []),
+            *filter(None, [self._leadership_obstacle.alarm]),
             *self._server_releases.alarms(nodes),
             *self._store_monitor.alarms(),
             *self._unresponsive_nodes.alarms(),
@@ -573,10 +575,8 @@ class Controller:
         try:
             try:
                 return await self._announce_and_campaign()
-            except ReleaseSkewError as error:
-                if not self._release_skew_alarm:
-                    _log.error("cannot lead: %s", error)
-                self._release_skew_alarm = f"this server cannot lead: {error.message}"
+            except (ReleaseSkewError, StoreCorruptError, StoreVersionError) as error:
+                self._leadership_obstacle.set_error(error)
                 await self._election.read_leader()  # to follow it
                 await self._controller_addresses.refresh()
                 return False
@@ -597,7 +597,7 @@ class Controller:
         await self._server_releases.announce(self.address)
         if unreadable is not None:
             raise ReleaseSkewError(unreadable.message, hint=unreadable.hint)
-        self._release_skew_alarm = ""
+        await self._leadership_obstacle.check_row_has_changed()
         await self._controller_addresses.register()
         return await self._election.try_win_election(
             self.address, generation=record.generation if record else 0
@@ -611,7 +611,10 @@ class Controller:
             await self._tokens.ensure_owner_token(self._state_dir)
             await self._agents.begin_term()
         except (StoreError, LeadershipError) as error:
-            self._record_failed_term_start(error)
+            if (unreadable := self._ledger.unreadable_required_row) is not None:
+                self._leadership_obstacle.set_error(error, unreadable)
+            else:
+                self._record_failed_term_start(error)
             return False
         _log.info("became leader, fencing token %d", self._election.fencing_token)
         return True

@@ -386,6 +386,8 @@ class LedgerTables:
         """Number of times that all tables were read."""
         self._after_load_listeners: list[Callable[[], None]] = []
         self.quarantine = Quarantine(clock)
+        self.unreadable_required_row: KeyValue | None = None
+        """The row because of which the tables could not be read the last time."""
 
     @property
     def quarantined(self) -> Mapping[str, QuarantinedRow]:
@@ -399,6 +401,7 @@ class LedgerTables:
     async def read_all_tables(self) -> None:
         """Replace all rows by those of the store."""
         self.quarantine.clear()
+        self.unreadable_required_row = None
         fresh = [await self._read_table(table) for table in self._tables]
         for table, read in zip(self._tables, fresh, strict=True):
             for loader in table._loaders:
@@ -480,12 +483,14 @@ class LedgerTables:
             read.rows[row_id] = table.decode(row_id, item.value)
         except StoreVersionError as error:
             if table in (self.cluster, self.counters):
+                self.unreadable_required_row = item
                 raise
             read.unreadable_row_ids.add(row_id)
             read.read_only_reasons[row_id] = error.message
             self.quarantine.add(item.key, error)
         except StoreCorruptError as error:
             if table in (self.cluster, self.counters, self.tokens):
+                self.unreadable_required_row = item
                 raise
             read.unreadable_row_ids.add(row_id)
             self.quarantine.add(item.key, error)
@@ -638,7 +643,7 @@ class Ledger(LedgerTables):
             async with self._store_lock:
                 token = self._election.require_fencing_token()
                 if self._needs_reload:
-                    await self._load_tables_locked()
+                    await self._reload_or_step_down_locked()
                 batch = _WriteBatch(token, self._store.txn_ops_max)
                 self._build_writes_into_batch(batch)
                 await self._commit_batch(batch)
@@ -651,6 +656,15 @@ class Ledger(LedgerTables):
             return
         for built in batch.built_writes:
             _resolve_write(built)
+
+    async def _reload_or_step_down_locked(self) -> None:
+        """Read the tables again; step down if that is impossible, because no write could succeed then."""
+        try:
+            await self._load_tables_locked()
+        except StoreError as error:
+            if self.unreadable_required_row is not None:
+                self._election.step_down(str(error))
+            raise
 
     def _roll_back_and_list_writes(self, batch: _WriteBatch | None) -> list[_QueuedWrite]:
         """Roll back a failed batch and return its writes; without a batch, all dequeued writes."""
