@@ -13,7 +13,11 @@ from genie.errors import ConnectionLostError, OverloadedError, PermissionError_
 from genie.model.job import JobSpec
 from genie.model.messages import Message
 from genie.model.tenant import Identity, TokenKind
-from genie.runtime.connection_limits import ConnectionLimits
+from genie.runtime.connection_limits import (
+    CONNECTIONS_WARNING_THRESHOLD,
+    ConnectionLimits,
+    open_file_limit_for,
+)
 from genie.runtime.rpc import CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX, Peer
 from genie.runtime.wire import FRAME_BYTES_MAX
 
@@ -214,3 +218,14 @@ def _exceeds_owner_limit(kind: TokenKind, other_connections: int) -> bool:
 # Any: each handler takes its own type of request; the table that holds them is keyed by that type.
 Handler = Callable[[Connection, Any], Awaitable[Message]]
 Handlers = dict[type[Message], Handler]
+
+
+def open_file_limit_alarm(files_max: int) -> str:
+    """Describe for the owner that the limit on open files is low; empty if it is not."""
+    if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
+        return ""
+    connections = ConnectionLimits.for_open_file_limit(files_max).connections_max
+    return (
+        f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
+        "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"
+    )

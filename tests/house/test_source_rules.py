@@ -49,7 +49,7 @@ QUIET_CATCHES: dict[str, str] = {
     "genie/controller/ledger.py::Ledger._commit_batch": "Quarantine.add() logs it",
     "genie/controller/quarantine.py::Quarantine.quarantine_row_on_error": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_or_quarantine": "Quarantine.add() logs it",
-    "genie/controller/periodic_steps.py::PeriodicStepRunner.run_steps": "_record_step_failure() logs it",
+    "genie/controller/terms/periodic_steps.py::PeriodicStepRunner.run_steps": "_record_step_failure() logs it",
     "genie/grid/remote/core.py::RequestLoop._execute_op_and_reply": (
         "the caller gets it with its traceback; a node has no log"
     ),

@@ -26,7 +26,6 @@ from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.agent.leader_connection import LeaderConnection
 from genie.cluster.locking.lock_lease import LockLease
-from genie.controller.controller import Controller
 from genie.controller.jobs import lifecycle
 from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
@@ -40,6 +39,7 @@ from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.membership import Membership
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
+from genie.controller.terms.leadership import Leadership
 from genie.errors import StoreFullError, TokenRefusedError
 from genie.hardware.host import DiskSpace
 from genie.model.allocation import NodeHolds
@@ -193,7 +193,7 @@ def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
-    async def lead(self: Controller) -> bool:
+    async def lead(self: Leadership) -> bool:
         self._has_term_begun = False
         if not await self._try_begin_term():
             await self._election.resign()
@@ -209,7 +209,7 @@ def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
             del self._try_begin_term
         return self._has_term_begun
 
-    patch.setattr(Controller, "_lead_one_term", lead)
+    patch.setattr(Leadership, "_lead_one_term", lead)
 
 
 def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ RARE_TICKS = {"node_suspect_s": 120.0, "node_ttl_s": 300.0}
 
 @pytest.fixture
 def rare_controller_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genie.controller.controller._TICK_INTERVAL_S_MAX", 30.0)
+    monkeypatch.setattr("genie.controller.terms.leader_work._TICK_INTERVAL_S_MAX", 30.0)
 
 
 @pytest.mark.usefixtures("rare_controller_ticks")
