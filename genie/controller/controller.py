@@ -71,6 +71,7 @@ from genie.errors import (
     StoreError,
 )
 from genie.model.names import address_text
+from genie.model.node import NodeStatus
 from genie.processes import files
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_open_file_limit
@@ -522,6 +523,19 @@ class Controller:
     def is_leading(self) -> bool:
         """Whether it leads and has read the tables."""
         return self._ledger.is_up_to_date
+
+    @property
+    def fencing_token(self) -> int:
+        """That of its current or last term; 0 before the first."""
+        return self._election.fencing_token
+
+    def node_statuses(self) -> dict[str, NodeStatus]:
+        """The current status of each registered node."""
+        now_s = self._clock.monotonic_s()
+        return {
+            node_id: self._membership.current_info(record.info, now_s).status
+            for node_id, record in self._ledger.nodes.items()
+        }
 
     def try_use_compiled_scheduler(self) -> bool:
         """Use the compiled scheduler from the next pass on; False if it is not built."""

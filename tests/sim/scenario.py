@@ -31,6 +31,7 @@ from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
     LeadershipChecker,
+    NodeLossChecker,
     RequestRateChecker,
 )
 from genie.sim.locks import LockInvariantChecker, SimLockClient
@@ -196,6 +197,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 drains.check_periodically(),
                 rate.check_periodically(),
                 leadership.check_periodically(),
+                NodeLossChecker(cluster).check_periodically(),
                 _check_store_space_periodically(cluster),
             )
         ]
