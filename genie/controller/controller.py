@@ -124,6 +124,7 @@ class Controller:
         self._controller_dir = files.make_private_directory(state_dir / CONTROLLER_DIRECTORY)
         self._pass_wake_event = asyncio.Event()
         self._ready_event = asyncio.Event()
+        self._leader_lost_event = asyncio.Event()
         self.port = 0
         self._certificates = Certificates.open(self._controller_dir, config, clock=clock)
         self._store_health = StoreHealth()
@@ -329,6 +330,7 @@ class Controller:
             leader_work=self._leader_work,
             blob_replication=self._blob_replication,
             ready_event=self._ready_event,
+            leader_lost_event=self._leader_lost_event,
             ca_pin=self._certificates.pin,
             write_local_access_files=self._write_local_access_files,
         )
@@ -458,7 +460,12 @@ class Controller:
         )
 
         def make_copy() -> LedgerCopy:
-            return LedgerCopy(self._store, clock=self._clock, write_mark=self._controller_addresses.write_own)
+            return LedgerCopy(
+                self._store,
+                clock=self._clock,
+                write_mark=self._controller_addresses.write_own,
+                on_leader_lost=self._leader_lost_event.set,
+            )
 
         return StandbyRequests(
             link,

@@ -54,12 +54,15 @@ class Campaign:
         self._certificates = certificates
         self._state_dir = state_dir
         self._get_own_address = get_own_address
+        self._is_announced = False
+        """Whether agents and the other servers knew this controller at the last attempt."""
 
-    async def try_win_election(self) -> bool:
-        """Acquire the leader key if this controller may lead; False if another one leads or it may not."""
+    async def try_win_election(self, *, was_leader_lost: bool) -> bool:
+        """Acquire the leader key if this controller may lead; False if another one leads or it may not.
+        `was_leader_lost`: the key was just deleted, so what the last attempt announced is still valid."""
         try:
             try:
-                return await self._announce_and_campaign()
+                return await self._announce_and_campaign(was_leader_lost=was_leader_lost)
             except (ReleaseSkewError, StoreCorruptError, StoreVersionError) as error:
                 self.obstacle.set_error(error)
                 await self._election.read_leader()  # to follow it
@@ -69,7 +72,7 @@ class Campaign:
             self.record_failure(error)
             return False
 
-    async def _announce_and_campaign(self) -> bool:
+    async def _announce_and_campaign(self, *, was_leader_lost: bool) -> bool:
         """Raise ReleaseSkewError if only servers of other releases can lead."""
         unreadable: StoreVersionError | None = None
         record: ClusterRecord | None = None
@@ -77,13 +80,18 @@ class Campaign:
             record = await self._read_cluster_record()
         except StoreVersionError as error:
             unreadable = error
-        if await self._election.has_duplicate_controller():
-            return False  # and do not replace its address
-        await self._releases.announce(self._get_own_address())
+        must_announce = not (was_leader_lost and self._is_announced)
+        self._is_announced = False
+        if must_announce:
+            if await self._election.has_duplicate_controller():
+                return False  # and do not replace its address
+            await self._releases.announce(self._get_own_address())
         if unreadable is not None:
             raise ReleaseSkewError(unreadable.message, hint=unreadable.hint)
         await self.obstacle.check_row_has_changed()
-        await self._addresses.register()
+        if must_announce:
+            await self._addresses.register()
+        self._is_announced = True
         return await self._election.try_win_election(
             self._get_own_address(), generation=record.generation if record else 0
         )

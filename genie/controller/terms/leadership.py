@@ -15,6 +15,7 @@ import msgspec
 
 from genie.config import ControllerConfig
 from genie.controller.blobs.replication import BlobReplication
+from genie.controller.change_notifier import wait_event
 from genie.controller.election import Election, StoreHealth
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.agents import Agents
@@ -31,9 +32,15 @@ from genie.processes.clock import Clock
 
 _log = logging.getLogger(__name__)
 
+_CAMPAIGN_SPREAD_S = 0.05
+"""Standbys campaign within this time after the leader key is deleted, at random: the first one wins, and the
+others need not write."""
+
 
 class Leadership:
-    """`ready_event` is set as soon as this controller knows whether it leads; `ca_pin` is that of its CA."""
+    """`ready_event` is set as soon as this controller knows whether it leads. `leader_lost_event` is set by a
+    watch when the leader key is deleted; a watch can be lost, so the key is also polled. `ca_pin` is that of
+    the CA of this controller."""
 
     def __init__(
         self,
@@ -55,6 +62,7 @@ class Leadership:
         leader_work: LeaderWork,
         blob_replication: BlobReplication,
         ready_event: asyncio.Event,
+        leader_lost_event: asyncio.Event,
         ca_pin: str,
         write_local_access_files: Callable[[], Awaitable[None]],
     ) -> None:
@@ -75,14 +83,19 @@ class Leadership:
         self._leader_work = leader_work
         self._blob_replication = blob_replication
         self._ready_event = ready_event
+        self._leader_lost_event = leader_lost_event
         self._ca_pin = ca_pin
         self._write_local_access_files = write_local_access_files
         self._has_term_begun = False
 
     async def campaign_and_lead_forever(self) -> None:
         """Campaign, lead a term, and campaign again, until cancelled."""
+        was_leader_lost = False
         while True:
-            if await self._campaign.try_win_election() and await self._lead_one_term():
+            self._leader_lost_event.clear()
+            has_won = await self._campaign.try_win_election(was_leader_lost=was_leader_lost)
+            if has_won and await self._lead_one_term():
+                was_leader_lost = False
                 continue
             other = self._election.leader
             if self._store_health.is_ok and other is not None and other.name != self._controller_name:
@@ -92,7 +105,19 @@ class Leadership:
             self._ready_event.set()
             if self._store_health.is_full:
                 await self._store_monitor.compact_full_store()
-            await self._clock.sleep(campaign_interval_s(self._leader_ttl_s))
+            was_leader_lost = await self._wait_to_campaign_again(has_failed_to_lead=has_won)
+
+    async def _wait_to_campaign_again(self, *, has_failed_to_lead: bool) -> bool:
+        """Wait until the leader key is deleted, but no longer than the campaign interval; return whether it
+        was. A controller that has failed to lead always waits: it has deleted the key itself."""
+        interval_s = campaign_interval_s(self._leader_ttl_s)
+        if has_failed_to_lead:
+            await self._clock.sleep(interval_s)
+            return False
+        if not await wait_event(self._leader_lost_event, clock=self._clock, timeout_s=interval_s):
+            return False
+        await self._clock.sleep(_CAMPAIGN_SPREAD_S * self._random_bytes(1)[0] / 256)
+        return True
 
     async def _try_begin_term(self) -> bool:
         try:
