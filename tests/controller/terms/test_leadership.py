@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.election import ControllerAddresses
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.terms.leadership import Leadership
 from genie.model.failover import campaign_interval_s
@@ -60,20 +61,44 @@ async def wait_until_standby_watches(standby: RunningController, clock: FakeCloc
     await until(is_watching)
 
 
+async def stop_polls(clock: FakeClock, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("genie.controller.terms.leadership.campaign_interval_s", lambda ttl_s: NEVER_S)
+    for _ in range(60):  # the polls that were already waiting
+        await clock.advance(STEP_S)
+
+
 async def test_standby_leads_when_the_leader_key_is_deleted_without_waiting_for_its_next_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
     async with leader_and_standby(tmp_path, clock) as (one, two, memory):
         await wait_until_standby_watches(two, clock)
-        monkeypatch.setattr("genie.controller.terms.leadership.campaign_interval_s", lambda ttl_s: NEVER_S)
-        for _ in range(60):  # the poll that was waiting before
-            await clock.advance(STEP_S)
+        await stop_polls(clock, monkeypatch)
         await one.store.close()  # as if it was killed: it does not resign
         leader_key = await memory.get("leader")
         assert leader_key is not None
         await memory.revoke_lease(leader_key.lease_id)
         assert await advance_until_standby_leads(clock, two) <= SPREAD_S + 2 * STEP_S
+
+
+async def test_standby_does_not_announce_itself_again_before_it_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, is_early = ControllerAddresses.register, []
+    clock = FakeClock()
+    async with leader_and_standby(tmp_path, clock) as (one, two, _):
+        await wait_until_standby_watches(two, clock)
+        await stop_polls(clock, monkeypatch)
+
+        async def register(self: ControllerAddresses) -> None:
+            is_early.append(two.controller is None or not two.controller.is_leading)
+            await real(self)
+
+        monkeypatch.setattr(ControllerAddresses, "register", register)
+        await one.stop()
+        await advance_until_standby_leads(clock, two)
+        assert not any(is_early)
+        await one.start()
 
 
 async def test_standby_whose_watch_is_lost_finds_the_leader_key_deleted_at_its_next_poll(
