@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from genie.agent import joining
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
@@ -341,6 +342,18 @@ def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(files, "write_private", write)
 
 
+def _plant_identity_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """A node that has joined again does not synchronize the files of its identity."""
+    real = joining.write_identity
+
+    def write(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as unsynchronized:
+            unsynchronized.setattr(os, "fsync", lambda descriptor: None)
+            real(*arguments, **options)
+
+    patch.setattr(joining, "write_identity", write)
+
+
 def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
     """A job ends with its command, although one of its processes still uses the accelerator."""
 
@@ -488,6 +501,13 @@ DEFECTS = {
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "identity that is not durable": Defect(
+        _plant_identity_that_is_not_durable,
+        "outage",
+        ("remove_node", "power_node"),
+        (0, 1),
+        "is not a Genie token",
     ),
     "controllers of gossip extend the lease": Defect(
         _plant_trust_in_controllers_of_gossip, "gossip", ("hang_store",), (0, 4), "without a fault"

@@ -1,5 +1,5 @@
-"""Backoff after rejected launches and after ends that nodes have caused: how often these happened, and when the
-job may be placed again."""
+"""Backoff after rejected launches and after runs that nodes have ended: how often these happened, and when
+the job may be placed again."""
 
 from __future__ import annotations
 
