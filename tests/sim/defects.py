@@ -332,6 +332,14 @@ def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """Except those of the identity of a node."""
+    real_write, real_write_identity = files.write_private, joining.write_identity
+
+    def write_identity(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as durable:
+            durable.setattr(files, "write_private", real_write)
+            real_write_identity(*arguments, **options)
+
     def write(path: Path, data: bytes) -> None:
         files.make_private_directory(path.parent)
         try:
@@ -340,6 +348,7 @@ def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
             raise StoreFullError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from error
 
     patch.setattr(files, "write_private", write)
+    patch.setattr(joining, "write_identity", write_identity)
 
 
 def _plant_identity_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
