@@ -30,7 +30,6 @@ from genie.controller.jobs.backoff import LaunchBackoff
 from genie.controller.jobs.lifecycle import CHANGES_PER_TICK_MAX
 from genie.controller.jobs.services import build_job_services
 from genie.controller.jobs.sessions import Sessions
-from genie.controller.leadership_obstacle import LeadershipObstacle
 from genie.controller.ledger import Ledger, Transaction, read_cluster_record
 from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.requests import LockRequests
@@ -66,6 +65,7 @@ from genie.controller.requests.sessions import SessionRequests
 from genie.controller.requests.tokens import TokenRequests
 from genie.controller.rows import ClusterRecord
 from genie.controller.standby.leader_link import LeaderLink
+from genie.controller.standby.leadership_obstacle import LeadershipObstacle
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.standby.requests import StandbyRequests
 from genie.controller.store import Store
