@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from genie.agent import joining
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
@@ -331,6 +332,14 @@ def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """Except those of the identity of a node."""
+    real_write, real_write_identity = files.write_private, joining.write_identity
+
+    def write_identity(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as durable:
+            durable.setattr(files, "write_private", real_write)
+            real_write_identity(*arguments, **options)
+
     def write(path: Path, data: bytes) -> None:
         files.make_private_directory(path.parent)
         try:
@@ -339,6 +348,19 @@ def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
             raise StoreFullError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from error
 
     patch.setattr(files, "write_private", write)
+    patch.setattr(joining, "write_identity", write_identity)
+
+
+def _plant_identity_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """A node that has joined again does not synchronize the files of its identity."""
+    real = joining.write_identity
+
+    def write(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as unsynchronized:
+            unsynchronized.setattr(os, "fsync", lambda descriptor: None)
+            real(*arguments, **options)
+
+    patch.setattr(joining, "write_identity", write)
 
 
 def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
@@ -488,6 +510,13 @@ DEFECTS = {
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "identity that is not durable": Defect(
+        _plant_identity_that_is_not_durable,
+        "outage",
+        ("remove_node", "power_node"),
+        (0, 1),
+        "is not a Genie token",
     ),
     "controllers of gossip extend the lease": Defect(
         _plant_trust_in_controllers_of_gossip, "gossip", ("hang_store",), (0, 4), "without a fault"

@@ -11,8 +11,10 @@ from genie.controller.election import LEADER_KEY
 from genie.controller.store import Delete, Put
 from genie.errors import GenieError, NotLeaderError
 from genie.model.job import JobState
+from genie.model.tenant import TokenKind
 from genie.runtime.credentials import connect_authenticated
 from genie.sim.store import MemoryStore
+from genie.tenancy.access import parse_token
 from tests.controller.running_controller import job_spec, running_controller
 from tests.fakes.agent import FakeAgent, make_node_info
 from tests.fakes.clock import FakeClock
@@ -21,9 +23,13 @@ from tests.waiting import until
 EPOCH = "counter/epoch"
 
 
-@pytest.mark.parametrize("value", [b"{", b'{"value": 3, "stride": 2}'], ids=["damaged", "of a newer release"])
-async def test_unreadable_counter_stops_decisions_but_no_job_until_it_is_corrected(
-    tmp_path: Path, value: bytes
+@pytest.mark.parametrize(
+    ("prefix", "value"),
+    [(EPOCH, b"{"), (EPOCH, b'{"value": 3, "stride": 2}'), ("cluster", b"{"), ("token/", b"{")],
+    ids=["counter", "counter of a newer release", "record of the cluster", "token"],
+)
+async def test_unreadable_required_row_stops_decisions_but_no_job_until_it_is_corrected(
+    tmp_path: Path, prefix: str, value: bytes
 ) -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
@@ -41,9 +47,11 @@ async def test_unreadable_counter_stops_decisions_but_no_job_until_it_is_correct
             await agent.beat()
             job = await owner.submit_spec(job_spec(gpus=1, preemptible=True))
             await agent.start_next()
-        before = await store.get(EPOCH)
+        unused = parse_token(await one.token(TokenKind.USER)).token_id
+        key = prefix + unused if prefix == "token/" else prefix
+        before = await store.get(key)
         assert before is not None
-        await store.commit([], [Put(EPOCH, value)])
+        await store.commit([], [Put(key, value)])
         await one.restart()
         store.add_commit_listener(count_elections)
         async with one.client() as owner:
@@ -53,18 +61,16 @@ async def test_unreadable_counter_stops_decisions_but_no_job_until_it_is_correct
             assert await store.get(LEADER_KEY) is None, "another controller could lead"
             status = await owner.status()
             (alarm,) = status.alarms
-            assert alarm.startswith(f"this server cannot lead: store key '{EPOCH}'")
+            assert alarm.startswith(f"this server cannot lead: store key '{key}'")
             assert ("genie store restore" if value == b"{" else "upgrade this server") in alarm
             assert not status.leading
             assert status.store_ok
             with pytest.raises(NotLeaderError):
                 await owner.submit(gpus=1)
-        async with connect_authenticated(one.network, access, timeout_s=10.0, program="agent") as (
-            _,
-            welcome,
-        ):
+        connecting = connect_authenticated(one.network, access, timeout_s=10.0, program="agent")
+        async with connecting as (_, welcome):
             assert not welcome.leading, "so restartable jobs go on"
-        await store.commit([], [Put(EPOCH, before.value)])
+        await store.commit([], [Put(key, before.value)])
         assert one.controller is not None
         await clock.advance(5.0)
         await until(lambda: one.controller is not None and one.controller.is_leading)
