@@ -175,7 +175,7 @@ def scale_figures(name: str, costs_us: dict[int, list[float]]) -> list[report.Fi
 # --- failover -----------------------------------------------------------------------------------
 
 
-def failover_figures(run: FailoverRun) -> list[report.Figure]:
+def failover_figures(run: FailoverRun, *, nodes: int) -> list[report.Figure]:
     """A new leader of etcd first renews every lease, so the second failover begins after its election."""
     election_ms = statistics.median(run.election_ms)
 
@@ -184,6 +184,7 @@ def failover_figures(run: FailoverRun) -> list[report.Figure]:
         return report.make_figure(name, median_ms, samples=samples_ms, baseline=election_ms, goal=goal)
 
     return [
+        report.make_figure("failover_nodes", nodes, unit="", samples=[]),
         report.make_figure("etcd_election", election_ms, samples=run.election_ms),
         compared_figure("failover", run.controller_ms, FAILOVER),
         compared_figure("failover_recovery", run.controller_recovery_ms, None),
@@ -216,7 +217,7 @@ def main() -> int:
                 print("skipping failover: etcd is not on PATH (Debian: etcd-server)", file=sys.stderr)
             else:
                 run = measure_failover(folder, nodes=given.nodes, gpus=GPUS, rounds=given.rounds)
-                figures += failover_figures(run)
+                figures += failover_figures(run, nodes=given.nodes)
     return report.print_figures(figures, as_json=given.json)
 
 

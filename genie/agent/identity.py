@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +33,9 @@ _TOKEN_FILE, _CERTIFICATE_FILE, _KEY_FILE, _NEXT_KEY_FILE, _CA_FILE = (
     "ca.pem",
 )
 _CONTROLLER_ADDRESSES_FILE = "controllers.json"
+_NEXT_IDENTITY_DIR = "identity.next"
+"""The complete files of a new identity, until each has replaced the one of the previous identity."""
+_UNFINISHED_IDENTITY_DIR = ".identity.new"
 
 ControllerAddress = tuple[str, int]
 
@@ -44,15 +49,39 @@ def write_identity(
     ca_pem: str,
     controller: ControllerAddress,
 ) -> None:
-    """Writes the files of a new node. The token comes last: without it the directory is not a node."""
-    files.write_private(node_dir / _KEY_FILE, key_pem)
-    files.write_private(node_dir / _CERTIFICATE_FILE, certificate_pem.encode())
-    files.write_private(node_dir / _CA_FILE, ca_pem.encode())
+    """Writes the files of a new node, or replaces those of a node that joins again. Blocks.
+
+    After a crash, or on a full disk, the node has either its previous identity or the new one. Raises
+    StoreFullError.
+    """
+    _finish_interrupted_join(node_dir)
+    unfinished = node_dir / _UNFINISHED_IDENTITY_DIR
+    shutil.rmtree(unfinished, ignore_errors=True)
+    files.write_private(unfinished / _KEY_FILE, key_pem)
+    files.write_private(unfinished / _CERTIFICATE_FILE, certificate_pem.encode())
+    files.write_private(unfinished / _CA_FILE, ca_pem.encode())
+    write_controller_addresses(unfinished, (controller,))
+    files.write_private(unfinished / _TOKEN_FILE, token.encode())
+    unfinished.rename(node_dir / _NEXT_IDENTITY_DIR)
+    files.sync_directory(node_dir)
+    _finish_interrupted_join(node_dir)
+
+
+def _finish_interrupted_join(node_dir: Path) -> None:
+    """Replaces the previous identity by the new one that write_identity() has written completely."""
+    next_dir = node_dir / _NEXT_IDENTITY_DIR
+    if not next_dir.exists():
+        return
     (node_dir / _NEXT_KEY_FILE).unlink(missing_ok=True)
     # Leader tokens are only comparable within one cluster, and this may be another cluster.
     (node_dir / LEADER_TOKEN_FILE).unlink(missing_ok=True)
-    write_controller_addresses(node_dir, (controller,))
-    files.write_private(node_dir / _TOKEN_FILE, token.encode())
+    # The token comes last: without it the directory is not a node.
+    for name in (_KEY_FILE, _CERTIFICATE_FILE, _CA_FILE, _CONTROLLER_ADDRESSES_FILE, _TOKEN_FILE):
+        with suppress(FileNotFoundError):  # it was replaced before the interruption
+            (next_dir / name).replace(node_dir / name)
+    files.sync_directory(node_dir)
+    next_dir.rmdir()
+    files.sync_directory(node_dir)
 
 
 def ca_path(node_dir: Path) -> Path:
@@ -63,6 +92,7 @@ def ca_path(node_dir: Path) -> Path:
 def read_identity(node_dir: Path, *, controller: ControllerAddress | None = None) -> Access:
     """Returns the access of this node to its cluster, with all stored controllers. `controller` is tried
     before those."""
+    _finish_interrupted_join(node_dir)
     try:
         token = parse_token((node_dir / _TOKEN_FILE).read_text("utf-8"))
     except FileNotFoundError:
@@ -97,7 +127,7 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
     agents = state_dir / AGENTS_DIR
     if node_id is not None:
         return agents / node_id
-    found = sorted(path.parent for path in agents.glob(f"*/{_TOKEN_FILE}"))
+    found = list_node_dirs(state_dir)
     if len(found) == 1:
         return found[0]
     if not found:
@@ -108,6 +138,14 @@ def find_node_dir(state_dir: Path, node_id: str | None) -> Path:
         f"{agents} contains several nodes: {', '.join(path.name for path in found)}",
         hint="choose one with --node-id",
     )
+
+
+def list_node_dirs(state_dir: Path) -> list[Path]:
+    """Returns the directories of all nodes of this machine that have joined a cluster, by name. Blocks."""
+    agents = state_dir / AGENTS_DIR
+    for path in agents.glob(f"*/{_NEXT_IDENTITY_DIR}"):
+        _finish_interrupted_join(path.parent)
+    return sorted(path.parent for path in agents.glob(f"*/{_TOKEN_FILE}"))
 
 
 def write_controller_addresses(node_dir: Path, controllers: Sequence[ControllerAddress]) -> None:

@@ -3,6 +3,7 @@ a node identity. The controller assigns the node ID."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from genie.agent.identity import AGENTS_DIR, write_identity
@@ -10,6 +11,7 @@ from genie.errors import ProtocolError, TokenRefusedError
 from genie.model.messages.handshake import Join
 from genie.model.names import address_text, validate_node_id
 from genie.model.tenant import TokenKind
+from genie.processes.tasks import Offload, run_inline
 from genie.runtime import rpc, tls
 from genie.runtime.credentials import make_pinned_client_tls
 from genie.runtime.network import Network
@@ -27,9 +29,11 @@ async def join_cluster(
     requested_node_id: str,
     network: Network,
     is_node_id_fixed: bool = False,
+    offload: Offload = run_inline,
     timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Path:
     """Returns the directory of the new node. With `is_node_id_fixed`, a node ID that is in use is an error.
+    `offload` writes the identity.
 
     The token is sent only to a server that the pin verifies.
     """
@@ -58,7 +62,8 @@ async def join_cluster(
     if token.pin != NO_PIN and tls.fingerprint(joined.ca_pem) != token.pin:
         raise ProtocolError(f"{address_text(host, port)} returned another CA than that of its certificate")
     node_dir = state_dir / AGENTS_DIR / node_id
-    write_identity(
+    write = partial(
+        write_identity,
         node_dir,
         token=joined.token,
         certificate_pem=joined.certificate_pem,
@@ -66,4 +71,5 @@ async def join_cluster(
         ca_pem=joined.ca_pem,
         controller=(host, port),
     )
+    await offload(write, writes=True)
     return node_dir

@@ -13,7 +13,11 @@ from genie.errors import ConnectionLostError, OverloadedError, PermissionError_
 from genie.model.job import JobSpec
 from genie.model.messages import Message
 from genie.model.tenant import Identity, TokenKind
-from genie.runtime.connection_limits import ConnectionLimits
+from genie.runtime.connection_limits import (
+    CONNECTIONS_WARNING_THRESHOLD,
+    ConnectionLimits,
+    open_file_limit_for,
+)
 from genie.runtime.rpc import CLUSTER_PEER_REQUESTS_IN_FLIGHT_MAX, Peer
 from genie.runtime.wire import FRAME_BYTES_MAX
 
@@ -76,7 +80,8 @@ class Connection:
 
 
 class Connections:
-    """The open connections of this controller, within limits per token and for all users and nodes together.
+    """The open connections of this controller, within limits per token, per tenant, and for all users and
+    nodes together.
 
     Connections of strangers are limited before the handshake (runtime/connection_limits.py).
     """
@@ -87,6 +92,7 @@ class Connections:
         self._connections_by_token: dict[str, dict[Connection, None]] = {}
         """Authenticated connections, oldest first."""
         self._authenticated_count_by_token_kind: Counter[TokenKind] = Counter()
+        self._user_count_by_tenant: Counter[str] = Counter()
         self._excess_owner_connection_count = 0
         """Connections of owner tokens beyond their limit, which count as those of users."""
         self._peak_open_count = 0
@@ -112,6 +118,10 @@ class Connections:
         self._excess_owner_connection_count -= _exceeds_owner_limit(identity.kind, len(group) - 1)
         del group[connection]
         self._authenticated_count_by_token_kind[identity.kind] -= 1
+        if identity.kind is TokenKind.USER:
+            self._user_count_by_tenant[identity.tenant] -= 1
+            if not self._user_count_by_tenant[identity.tenant]:
+                del self._user_count_by_tenant[identity.tenant]
         if not group:
             del self._connections_by_token[identity.token_id]
 
@@ -137,10 +147,12 @@ class Connections:
             is_machine = identity.kind in (TokenKind.NODE, TokenKind.SERVER)
             if is_machine or self._user_connection_count >= self._limits.user_connections_max:
                 next((one for one in group if one.peer.is_idle), next(iter(group))).peer.close()
-        self._check_limit_of_all_tokens(identity.kind)
+        self._check_limit_of_all_tokens(identity)
         self._excess_owner_connection_count += _exceeds_owner_limit(identity.kind, len(group))
         self._connections_by_token.setdefault(identity.token_id, {})[connection] = None
         self._authenticated_count_by_token_kind[identity.kind] += 1
+        if identity.kind is TokenKind.USER:
+            self._user_count_by_tenant[identity.tenant] += 1
         connection.authenticate(identity, controllers=controllers)
 
     @property
@@ -148,10 +160,17 @@ class Connections:
         """Connections that count towards the limit of all users."""
         return self._authenticated_count_by_token_kind[TokenKind.USER] + self._excess_owner_connection_count
 
-    def _check_limit_of_all_tokens(self, kind: TokenKind) -> None:
-        limits = self._limits
+    def _check_limit_of_all_tokens(self, identity: Identity) -> None:
+        limits, kind = self._limits, identity.kind
         if kind in (TokenKind.OWNER, TokenKind.SERVER):
             return
+        tenant_count = self._user_count_by_tenant[identity.tenant] if kind is TokenKind.USER else 0
+        if tenant_count >= limits.tenant_connections_max:
+            raise OverloadedError(
+                f"the limit of {tenant_count} connections of tenant {identity.tenant} is reached",
+                hint="close some of its connections",
+                retry_after_s=_CONNECTION_RETRY_AFTER_S,
+            )
         if kind is TokenKind.USER and self._user_connection_count >= limits.user_connections_max:
             raise OverloadedError(
                 f"the limit of {limits.user_connections_max} connections of users is reached",
@@ -199,3 +218,14 @@ def _exceeds_owner_limit(kind: TokenKind, other_connections: int) -> bool:
 # Any: each handler takes its own type of request; the table that holds them is keyed by that type.
 Handler = Callable[[Connection, Any], Awaitable[Message]]
 Handlers = dict[type[Message], Handler]
+
+
+def open_file_limit_alarm(files_max: int) -> str:
+    """Describe for the owner that the limit on open files is low; empty if it is not."""
+    if files_max >= open_file_limit_for(CONNECTIONS_WARNING_THRESHOLD):
+        return ""
+    connections = ConnectionLimits.for_open_file_limit(files_max).connections_max
+    return (
+        f"the controller may open {files_max} files, which allows {connections} connections; raise the hard "
+        "limit (ulimit -Hn, or LimitNOFILE of systemd) and restart it"
+    )

@@ -48,7 +48,9 @@ _STALE_RECORD_ACCEPTED_S_MAX = 60.0
 """How long a cached token is accepted while the store does not respond: it may have been revoked since."""
 _REVOKED_TOKEN_RETENTION_S = 86400.0
 _REVOKED_NODE_TOKEN_RETENTION_S = 30 * 86400.0
-"""A removed node that was only isolated ends its jobs when it is rejected because of a revoked token."""
+REVOKED_NODE_TOKENS_KEPT = 5000
+"""The newest of them are kept even longer: a removed node that was only isolated ends its jobs when it is
+rejected because of a revoked token, but not because of one that is unknown."""
 _JOIN_TOKEN_RETENTION_S = 3600.0
 _TOKEN_TTL_S_MAX = 3650 * 86400.0
 _SERVER_JOIN_TOKEN_TTL_S = 900.0
@@ -230,10 +232,9 @@ class TokenRegistry:
 
     async def delete_old_tokens(self) -> None:
         """Delete join and server tokens an hour after they were used or expired, tokens of nodes 30 days
-        after they were revoked, and any other token a day after it was revoked."""
+        after they were revoked if there are too many, and any other token a day after it was revoked."""
         now = self._clock.wall_s()
         limit, join_limit = now - _REVOKED_TOKEN_RETENTION_S, now - _JOIN_TOKEN_RETENTION_S
-        node_limit = now - _REVOKED_NODE_TOKEN_RETENTION_S
         old = [
             row.token_id
             for row in self._ledger.tokens.values()
@@ -241,11 +242,9 @@ class TokenRegistry:
                 row.kind in _SINGLE_USE_TOKEN_KINDS
                 and min(row.used_at or now, row.expires_at or now) < join_limit
             )
-            or (
-                row.revoked_at is not None
-                and row.revoked_at < (node_limit if row.kind is TokenKind.NODE else limit)
-            )
-        ][:100]
+            or (row.revoked_at is not None and row.kind is not TokenKind.NODE and row.revoked_at < limit)
+        ]
+        old = [*old, *_excess_revoked_node_tokens(self._ledger.tokens.values(), now=now)][:100]
         if not old:
             return
 
@@ -381,6 +380,18 @@ def _may_be_unrevoked_token_of_node(value: bytes, node_id: str) -> bool:
         and fields.get("name") == node_id
         and fields.get("revoked_at") is None
     )
+
+
+def _excess_revoked_node_tokens(rows: Iterable[TokenRecord], *, now: float) -> list[str]:
+    """The oldest revoked tokens of nodes beyond the number to keep."""
+    revoked = sorted(
+        (row.revoked_at, row.token_id)
+        for row in rows
+        if row.kind is TokenKind.NODE and row.revoked_at is not None
+    )
+    limit = now - _REVOKED_NODE_TOKEN_RETENTION_S
+    excess = revoked[: max(len(revoked) - REVOKED_NODE_TOKENS_KEPT, 0)]
+    return [token_id for revoked_at, token_id in excess if revoked_at < limit]
 
 
 def _is_permanent_owner_token(record: TokenRecord) -> bool:

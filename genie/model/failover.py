@@ -79,6 +79,13 @@ def etcd_failover_bounds(
     )
 
 
+def lost_in_new_term_after_s(node_ttl_s: float, bounds: FailoverBounds) -> float:
+    """How long after the beginning of a term a node that has not registered in it is lost. Before that it was
+    already without a leader for up to `bounds.takeover_s`; agents find a new leader within `discovery_s`."""
+    shortest_s = bounds.heartbeat_s + bounds.discovery_s
+    return min(max(node_ttl_s - bounds.takeover_s, shortest_s), node_ttl_s)
+
+
 def deadman_s(node_ttl_s: float) -> float:
     """How long jobs run without contact to a leader."""
     return LEASE_TTL_SHARE * node_ttl_s

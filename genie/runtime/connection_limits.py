@@ -54,6 +54,11 @@ class ConnectionLimits:
         )
 
     @property
+    def tenant_connections_max(self) -> int:
+        """Of all users of one tenant, so that one tenant cannot use all connections of users."""
+        return max(self.user_connections_max // 2, 1)
+
+    @property
     def authenticated_max(self) -> int:
         """Of nodes and users together."""
         return self.connections_max - self.unauthenticated_max - self.owner_connections_reserved

@@ -107,6 +107,11 @@ AcceptCallback = Callable[[Channel], Awaitable[None]]
 
 
 class Network(Protocol):
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """Those of each server."""
+        ...
+
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel: ...
 
     async def serve(
@@ -296,6 +301,10 @@ class TcpNetwork:
         self._versions = versions
         self._jitter_rng = chance
 
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        return self._limits or ConnectionLimits.for_open_file_limit(get_open_file_limit())
+
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> Channel:
         """Retries until the timeout while the server rejects connections because of a limit."""
         loop = asyncio.get_running_loop()
@@ -324,10 +333,9 @@ class TcpNetwork:
         tls: ssl.SSLContext | None,
         on_listening: Callable[[int], None],
     ) -> None:
-        limits = self._limits or ConnectionLimits.for_open_file_limit(get_open_file_limit())
         listeners = await _listen(host, port)
         try:
-            server = _TcpServer(ConnectionLimiter(limits), accept, tls, self._versions)
+            server = _TcpServer(ConnectionLimiter(self.connection_limits), accept, tls, self._versions)
             on_listening(listeners[0].getsockname()[1])
             async with unwrapped_task_group() as group:
                 for listener in listeners:

@@ -275,7 +275,7 @@ class SimCluster:
         async def run_actor() -> None:
             await self._wait_stopped(host)
             node_dir = self.node_dir(host)
-            disk = self.machines.disk_by_host.setdefault(host, SimDisk(self.world, host, node_dir))
+            disk = self._disk_of(host)
             agent = Agent(
                 AgentConfig(),
                 node_dir=node_dir,
@@ -299,6 +299,9 @@ class SimCluster:
                 _log.info("t=%.2f s: the agent on %s has ended: %s", self.world.now_s, host, error)
 
         self._actors[host] = _RunningProgram(self.group.create_task(run_actor()), launcher)
+
+    def _disk_of(self, host: str) -> SimDisk:
+        return self.machines.disk_by_host.setdefault(host, SimDisk(self.world, host, self.node_dir(host)))
 
     def _make_gossip_support(self, host: str, port: int) -> GossipSupport:
         medium = self.gossip_medium
@@ -470,4 +473,5 @@ class SimCluster:
             requested_node_id=self.node_id(host),
             is_node_id_fixed=True,
             network=SimNetwork(self.world, host),
+            offload=self._disk_of(host),
         )

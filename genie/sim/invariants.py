@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from genie.controller.controller import Controller
 from genie.controller.store import Delete, Put
 from genie.model.allocation import FULL_MILLI, Hold, NodeHolds
+from genie.model.failover import deadman_s
 from genie.model.job import Job, JobState, Placement, Spread, StopReason, Within, parse_worker_name
+from genie.model.node import NodeStatus
 from genie.sim.cluster import FaultWindow, SimCluster
 from genie.sim.processes import SimMachines, SimProcess
 from genie.sim.world import World
@@ -32,6 +34,9 @@ _EXCUSED_AFTER_FAULT_S = 55.0
 22.5 s, and there may be no leader for _LEADERLESS_S_MAX."""
 _LEADERLESS_S_MAX = 30.0
 """The lease of the previous leader (3 s), nine reads of the store (2 s each in `slow_load`) and a reserve."""
+_NODE_LOSS_CHECK_INTERVAL_S = 0.5
+_NODE_LOSS_TOLERANCE_S = 1.5
+"""The default time to live is 19.5 s, a node must be lost within 20 s; and two intervals of the check."""
 _REQUEST_RATE_WINDOW_S = 5.0
 _HEARTBEATS_PER_NODE_PER_S_MAX = 2.0
 """One per `heartbeat_s`, which is 1 s, and another one: a change of the node or a connection sends more."""
@@ -346,6 +351,63 @@ class LeadershipChecker:
                 known, since_s = before.get(host, (None, now_s))
                 self._able_to_lead_since_s[host] = (controller, since_s if known is controller else now_s)
         return min((since_s for _, since_s in self._able_to_lead_since_s.values()), default=now_s)
+
+
+class NodeLossChecker:
+    """Checks that a node whose machine has lost its power is reported as lost within its time to live, also
+    if the leader loses its power with it: then no later than that after a takeover of the longest duration.
+
+    For clusters whose time to live covers a failover (genie/model/failover.py)."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._reported_host_outages: set[tuple[str, float]] = set()
+        self._term: tuple[Controller, int] | None = None
+        self._undisturbed_since_s = 0.0
+        """Since when the leader runs and reaches its store: before, messages of the node may have waited."""
+        self._term_began_s = 0.0
+
+    async def check_periodically(self) -> None:
+        cluster = self._cluster
+        if deadman_s(cluster.config.node_ttl_s) < cluster.failover_bounds.total_s:
+            return
+        while True:
+            await asyncio.sleep(_NODE_LOSS_CHECK_INTERVAL_S)
+            leader = self._find_leader()
+            if leader is not None:
+                self._check_nodes_without_power(leader.node_statuses())
+
+    def _find_leader(self) -> Controller | None:
+        cluster, now_s = self._cluster, self._cluster.world.now_s
+        host = next(filter(cluster.is_leader, cluster.controller_hosts), None)
+        if host is None:
+            return None
+        leader = cluster.controller_able_to_lead(host)
+        if leader is None:
+            self._undisturbed_since_s = now_s
+            return None
+        if self._term != (leader, leader.fencing_token):
+            self._term, self._term_began_s = (leader, leader.fencing_token), now_s
+        return leader
+
+    def _check_nodes_without_power(self, statuses: Mapping[str, NodeStatus]) -> None:
+        cluster = self._cluster
+        for host in cluster.node_hosts:
+            lost_s, status = cluster.world.power_lost_s(host), statuses.get(cluster.node_id(host))
+            if lost_s is None or status in (None, NodeStatus.DISCONNECTED):
+                continue
+            silent_since_s = max(
+                lost_s,
+                self._term_began_s - cluster.failover_bounds.takeover_s,
+                self._undisturbed_since_s,
+            )
+            silence_s = cluster.world.now_s - silent_since_s
+            is_late = silence_s > cluster.config.node_ttl_s + _NODE_LOSS_TOLERANCE_S
+            if is_late and (host, lost_s) not in self._reported_host_outages:
+                self._reported_host_outages.add((host, lost_s))
+                cluster.machines.report_violation(
+                    f"{host} lost its power {cluster.world.now_s - lost_s:.1f} s ago and is still {status}"
+                )
 
 
 class RequestRateChecker:

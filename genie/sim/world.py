@@ -63,7 +63,7 @@ class World:
         """Clock rate by host, the time of its last change, and the clock value at that time."""
         self._frozen_until_s: dict[str, float] = {}
         self._paused_until_s: dict[str, float] = {}
-        self._hosts_without_power: set[str] = set()
+        self._power_lost_s_by_host: dict[str, float] = {}
         self.hosts_of_next_release: set[str] = set()
         """Hosts that send frames as a later release of Genie does (next_release.py)."""
         self._cut_counts_by_direction: Counter[tuple[str, str]] = Counter()
@@ -151,7 +151,11 @@ class World:
             self.set_clock_rate(host, 1.0)
 
     def is_without_power(self, host: str) -> bool:
-        return host in self._hosts_without_power
+        return host in self._power_lost_s_by_host
+
+    def power_lost_s(self, host: str) -> float | None:
+        """When this host has lost its power; None if it has power."""
+        return self._power_lost_s_by_host.get(host)
 
     def is_link_cut(self, sender: str, receiver: str) -> bool:
         return self._cut_counts_by_direction[sender, receiver] > 0
@@ -159,9 +163,9 @@ class World:
     def set_power(self, host: str, *, is_on: bool) -> None:
         """Connections to a host without power time out; they are not refused."""
         if is_on:
-            self._hosts_without_power.discard(host)
+            self._power_lost_s_by_host.pop(host, None)
         else:
-            self._hosts_without_power.add(host)
+            self._power_lost_s_by_host.setdefault(host, self.now_s)
 
     def disconnect_host(self, host: str, *, silent: bool) -> None:
         """Close connections and listeners of a host. With `silent` (power outage), peers are not notified."""
@@ -339,7 +343,7 @@ class SimNetwork:
     def __init__(self, world: World, host: str, limits: ConnectionLimits | None = None) -> None:
         self._world = world
         self._host = host
-        self._limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
+        self.connection_limits = limits or ConnectionLimits.for_open_file_limit(_SIM_OPEN_FILES_LIMIT)
 
     async def connect(self, host: str, port: int, *, tls: ClientTls | None, timeout_s: float) -> _Channel:
         assert tls is None, "the simulation does not support TLS"
@@ -386,7 +390,7 @@ class SimNetwork:
         if address in self._world.listeners:
             raise AddressInUseError(f"port {port} on {host} is in use")
         async with asyncio.TaskGroup() as connections:
-            limiter = ConnectionLimiter(self._limits)
+            limiter = ConnectionLimiter(self.connection_limits)
             self._world.listeners[address] = _Listener(accept, connections, limiter)
             try:
                 on_listening(port)

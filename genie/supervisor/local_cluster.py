@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent import joining
-from genie.agent.identity import AGENTS_DIR, read_controller_addresses
+from genie.agent.identity import AGENTS_DIR, list_node_dirs, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
 from genie.agent.launcher import kill_jobs_of_stopped_agents
 from genie.config import ClusterConfig, Settings
@@ -314,8 +314,7 @@ class Supervisor:
 
         Raises UsageError if there are several, no node ID is set, and there is no token to join a new one.
         """
-        tokens = sorted((self._state_dir / AGENTS_DIR).glob("*/node.token"))
-        joined = [path.parent for path in tokens if _has_joined(path.parent, access)]
+        joined = [path for path in list_node_dirs(self._state_dir) if _has_joined(path, access)]
         # If the host name was in use as node ID, the controller has appended a number.
         given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_configured else r"(-\d+)?"))
         named = [path for path in joined if given.fullmatch(path.name)]

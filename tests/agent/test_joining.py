@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from genie.agent.identity import (
     find_node_dir,
+    list_node_dirs,
     read_identity,
     renew_certificate_if_due_and_get_wait_s,
     write_identity,
@@ -30,6 +35,49 @@ from genie.runtime.network import TcpNetwork
 from tests.fakes.controller import HOST, FakeController
 
 
+class _PowerLoss(BaseException):
+    """Ends the code under test as a power loss does: nothing handles it."""
+
+
+class PowerLossSimulator:
+    """Cuts the power after a number of file operations below a directory: later ones do not happen, and the
+    ends of files that were not synchronized are lost."""
+
+    _OPERATIONS = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+
+    def __init__(self, directory: Path, *, steps: int) -> None:
+        self._directory = directory
+        self._steps_left = steps
+        self._synchronized = {path.stat().st_ino for path in directory.rglob("*")}
+        self._patch = pytest.MonkeyPatch()
+        self.has_failed = False
+
+    def __enter__(self) -> PowerLossSimulator:
+        for name in self._OPERATIONS:
+            self._patch.setattr(os, name, partial(self._count_and_call, getattr(os, name)))
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self._patch.undo()
+        if not isinstance(error, _PowerLoss):
+            return False
+        for path in self._directory.rglob("*"):
+            if path.is_file() and path.stat().st_ino not in self._synchronized:
+                os.truncate(path, path.stat().st_size // 2)
+        return True
+
+    def _count_and_call(self, operation: Callable[..., object], target: int | Path, *rest: Any) -> None:
+        path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else Path(target)
+        if path.is_relative_to(self._directory):
+            if self._steps_left == 0 or self.has_failed:
+                self.has_failed = True
+                raise _PowerLoss
+            self._steps_left -= 1
+        operation(target, *rest)
+        if isinstance(target, int):
+            self._synchronized.add(os.fstat(target).st_ino)
+
+
 async def try_join(fake: FakeController, state_dir: Path, *, token: str, node_id: str = "n1") -> Path:
     return await join_cluster(
         HOST, fake.port, token, state_dir=state_dir, requested_node_id=node_id, network=TcpNetwork()
@@ -44,6 +92,45 @@ async def test_join_writes_the_node_identity(tmp_path: Path) -> None:
     assert (access.host, access.port, access.token.kind) == (HOST, fake.port, TokenKind.NODE)
     assert access.tls is not None
     assert {path.stat().st_mode & 0o777 for path in node_dir.iterdir()} == {0o600}
+
+
+async def test_power_loss_while_joining_again_leaves_the_previous_or_the_new_identity(tmp_path: Path) -> None:
+    """Never the key of one and the certificate of the other."""
+    async with (
+        FakeController(tmp_path / "c1", use_tls=True).listening() as before,
+        FakeController(tmp_path / "c2", use_tls=True).listening() as after,
+    ):
+        found: list[str] = []
+        for steps in range(100):
+            state_dir = tmp_path / f"s{steps}"
+            node_dir = await try_join(before, state_dir, token=str(before.token(TokenKind.JOIN)))
+            files.write_private(node_dir / "fence.json", b'{"leader_token": 7}')
+            with PowerLossSimulator(node_dir, steps=steps) as power:
+                await try_join(after, state_dir, token=str(after.token(TokenKind.JOIN)))
+            assert list_node_dirs(state_dir) == [node_dir]
+            access = read_identity(node_dir)
+            is_new = access.token.pin == after.authority.fingerprint
+            assert access.port == (after.port if is_new else before.port)
+            assert (node_dir / "fence.json").exists() != is_new
+            found.append("new" if is_new else "previous")
+            if not power.has_failed:
+                break
+    assert not power.has_failed
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {"previous", "new"}
+
+
+async def test_power_loss_while_joining_leaves_a_node_or_none(tmp_path: Path) -> None:
+    async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
+        for steps in range(100):
+            state_dir = tmp_path / f"s{steps}"
+            with PowerLossSimulator(state_dir / "agents" / "n1", steps=steps) as power:
+                await try_join(fake, state_dir, token=str(fake.token(TokenKind.JOIN)))
+            for node_dir in list_node_dirs(state_dir):
+                assert read_identity(node_dir).port == fake.port
+            if not power.has_failed:
+                break
+    assert list_node_dirs(state_dir) == [state_dir / "agents" / "n1"]
 
 
 async def test_join_token_is_not_sent_to_another_cluster(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""The printed results of a fault run: one line per fault, and a table over all rounds with the goals."""
+"""The printed results of a fault run: one line per fault, a table over all rounds, and the goals."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.faults.rounds import FaultResult
 
@@ -16,14 +17,15 @@ NODE_LOSS_GOAL_S = 20.0
 
 @dataclass
 class SummaryRow:
-    """One fault over all rounds. Times are the largest ones, in seconds; None if there are none."""
+    """One fault over all rounds. Times in seconds, one per round in which there was one."""
 
     fault: str
     rounds: int = 0
-    accepted_s: float | None = None
-    accepted_with_etcd_leader_s: float | None = None
-    node_lost_s: float | None = None
-    settled_s: float | None = None
+    accepted_s: list[float] = field(default_factory=list)
+    """Until the last of the other servers accepted."""
+    accepted_with_etcd_leader_s: list[float] = field(default_factory=list)
+    node_lost_s: list[float] = field(default_factory=list)
+    settled_s: list[float] = field(default_factory=list)
     goals_missed: int = 0
     problems: int = 0
 
@@ -34,19 +36,53 @@ def make_summary_rows(results: Iterable[FaultResult]) -> list[SummaryRow]:
         row = rows.setdefault(result.fault, SummaryRow(result.fault))
         row.rounds += 1
         row.problems += bool(result.problem)
-        longest_s = max(result.accepted_s.values(), default=None)
-        if result.had_etcd_leader:
-            row.accepted_with_etcd_leader_s = _largest(row.accepted_with_etcd_leader_s, longest_s)
-        else:
-            row.accepted_s = _largest(row.accepted_s, longest_s)
-        row.node_lost_s = _largest(row.node_lost_s, result.node_lost_s)
-        row.settled_s = _largest(row.settled_s, result.settled_s)
+        accepted = row.accepted_with_etcd_leader_s if result.had_etcd_leader else row.accepted_s
+        accepted += [max(result.accepted_s.values())] if result.accepted_s else []
+        row.node_lost_s += [result.node_lost_s] if result.node_lost_s is not None else []
+        row.settled_s += [result.settled_s] if result.settled_s is not None else []
         row.goals_missed += len(missed_goals(result))
     return sorted(rows.values(), key=lambda row: row.fault)
 
 
-def missed_goals(result: FaultResult) -> list[str]:
+@dataclass(frozen=True)
+class GoalResult:
+    """One goal, and the times of all faults and servers to which it applies."""
+
+    what: str
+    limit_s: float
+    times_s: Sequence[float]
+
+    @property
+    def is_met(self) -> bool:
+        return all(time_s <= self.limit_s for time_s in self.times_s)
+
+
+def make_goal_results(results: Sequence[FaultResult]) -> list[GoalResult]:
     """A goal for accepting submissions applies only if a majority of the servers remained."""
+
+    def list_accepted_s(*, had_etcd_leader: bool) -> list[float]:
+        applicable = [
+            each for each in results if each.had_etcd_leader is had_etcd_leader and not each.is_outage
+        ]
+        return [time_s for each in applicable for time_s in each.accepted_s.values()]
+
+    return [
+        GoalResult("accepted by another server", ACCEPT_GOAL_S, list_accepted_s(had_etcd_leader=False)),
+        GoalResult(
+            "the same, etcd's leader was there",
+            ACCEPT_WITH_ETCD_LEADER_GOAL_S,
+            list_accepted_s(had_etcd_leader=True),
+        ),
+        GoalResult(
+            "lost node reported",
+            NODE_LOSS_GOAL_S,
+            [each.node_lost_s for each in results if each.node_lost_s is not None],
+        ),
+    ]
+
+
+def missed_goals(result: FaultResult) -> list[str]:
+    """The goals that one fault has missed."""
     goal_s = ACCEPT_WITH_ETCD_LEADER_GOAL_S if result.had_etcd_leader else ACCEPT_GOAL_S
     missed = [
         f"{server} accepted after {accepted_s:g} s, goal {goal_s:g} s"
@@ -72,20 +108,41 @@ def format_row(result: FaultResult) -> str:
 
 
 def format_summary(rows: Sequence[SummaryRow]) -> str:
-    """A table of the largest times. ETCD: where the leader of etcd was on the silent machine."""
-    columns = ("FAULT", "ROUNDS", "ACCEPTED", "ETCD", "NODE LOST", "HEALTHY", "GOALS MISSED", "FAILED")
-    lines = [f"{columns[0]:<30}" + "".join(f"{column:>14}" for column in columns[1:])]
+    """A table of the largest and the median times. ETCD: where the leader of etcd was on the silent
+    machine."""
+    columns = ("FAULT", "ROUNDS", "ACCEPTED", "ETCD", "NODE LOST", "HEALTHY", "MISSED", "FAILED")
+    widths = (30, 7, 16, 16, 16, 16, 8, 8)
+    lines = ["seconds: largest / median over all rounds", _format_cells(columns, widths)]
     for row in rows:
         times_s = (row.accepted_s, row.accepted_with_etcd_leader_s, row.node_lost_s, row.settled_s)
-        cells = [str(row.rounds), *map(_format_time, times_s), str(row.goals_missed), str(row.problems)]
-        lines.append(f"{row.fault:<30}" + "".join(f"{cell:>14}" for cell in cells))
+        cells = [row.fault, str(row.rounds), *map(_format_times, times_s)]
+        lines.append(_format_cells([*cells, str(row.goals_missed), str(row.problems)], widths))
     return "\n".join(lines)
 
 
-def _format_time(time_s: float | None) -> str:
-    return "-" if time_s is None else f"{time_s:.2f} s"
+def format_goals(goals: Sequence[GoalResult]) -> str:
+    """A table of the goals, and whether each was met."""
+    columns, widths = ("GOAL", "LIMIT", "MEASURED", "TIMES", "MET"), (34, 8, 16, 7, 14)
+    lines = [_format_cells(columns, widths)]
+    for goal in goals:
+        is_met = ("yes" if goal.is_met else "NO") if goal.times_s else "not measured"
+        cells = [
+            goal.what,
+            f"{goal.limit_s:g} s",
+            _format_times(goal.times_s),
+            str(len(goal.times_s)),
+            is_met,
+        ]
+        lines.append(_format_cells(cells, widths))
+    return "\n".join(lines)
 
 
-def _largest(first_s: float | None, second_s: float | None) -> float | None:
-    known = [time_s for time_s in (first_s, second_s) if time_s is not None]
-    return max(known, default=None)
+def _format_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """The first column is aligned to the left."""
+    return f"{cells[0]:<{widths[0]}}" + "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells[1:], widths[1:], strict=True)
+    )
+
+
+def _format_times(times_s: Sequence[float]) -> str:
+    return f"{max(times_s):.2f} / {statistics.median(times_s):.2f}" if times_s else "-"

@@ -5,7 +5,8 @@
 Each round sets up three servers and some nodes in a new sandbox (namespaces.py), runs jobs of two tenants all
 the time, injects the faults in random order, and then checks the revision history of etcd and the records of
 the jobs (checks.py). Prints one line per fault: the time until each other server accepted a submission, and
-until a lost node was reported. Exits with 1 if an invariant was violated; times do not change the exit code.
+until a lost node was reported; then the largest and median times over all rounds, and whether the goals were
+met. Exits with 1 if an invariant was violated; times do not change the exit code.
 
 Requires root, iproute2, nftables, etcd and a C compiler.
 """
@@ -25,7 +26,13 @@ from pathlib import Path
 
 from tests.faults import namespaces
 from tests.faults.faults import FAULTS, Fault
-from tests.faults.reports import format_row, format_summary, make_summary_rows
+from tests.faults.reports import (
+    format_goals,
+    format_row,
+    format_summary,
+    make_goal_results,
+    make_summary_rows,
+)
 from tests.faults.rounds import FaultResult, RoundResult, run_round
 
 _MEMORY_DIRECTORY = Path("/dev/shm")
@@ -44,9 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # removes the directory
     results = [_run_round_in_sandbox(given, number) for number in range(given.rounds)]
-    rows = make_summary_rows([fault for result in results for fault in result.faults])
+    faults = [fault for result in results for fault in result.faults]
     if not given.json:
-        print(format_summary(rows))
+        print(format_summary(make_summary_rows(faults)))
+        print(format_goals(make_goal_results(faults)))
     violations = [line for result in results for line in result.violations]
     for line in violations:
         print(f"violation: {line}", file=sys.stderr)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from genie.controller import __main__ as controller_main
-from genie.controller import ledger
 from genie.controller.jobs import changes
+from genie.controller.ledger import write_batch
 from genie.controller.store import Compare, Delete, Put, Store
 from genie.controller.store.limits import check_transaction_and_get_size_bytes
 from genie.errors import RowTooLargeError
@@ -31,8 +31,8 @@ _armed = threading.Event()
 def _arm_kill_in_next_release(state_dir: Path) -> None:
     _armed.set()
     changes._RELEASE_TXN_NODES_MAX = 1
-    ledger.TXN_OPS_MAX = 0  # so that every transaction is checked
-    ledger.check_transaction_and_get_size_bytes = _check_small_transaction
+    write_batch.TXN_OPS_MAX = 0  # so that every transaction is checked
+    write_batch.check_transaction_and_get_size_bytes = _check_small_transaction
     (state_dir / ARMED_FILE).touch()
 
 

@@ -16,6 +16,7 @@ from genie.model.failover import (
     deadman_s,
     etcd_failover_bounds,
     heartbeat_timeout_s,
+    lost_in_new_term_after_s,
     smallest_node_ttl_s,
 )
 
@@ -35,6 +36,21 @@ def test_default_dead_man_time_covers_a_failover_with_an_election_of_etcd() -> N
 
 def test_default_node_is_lost_within_20_s() -> None:
     assert ControllerConfig().node_ttl_s <= 20.0
+
+
+def test_default_node_is_lost_within_20_s_also_if_the_leader_is_lost_with_it() -> None:
+    bounds = _default_bounds()
+    assert bounds.takeover_s + lost_in_new_term_after_s(ControllerConfig().node_ttl_s, bounds) <= 20.0
+
+
+@pytest.mark.parametrize("leader_ttl_s", [1.0, 3.0, 30.0])
+@pytest.mark.parametrize("node_ttl_s", [1.0, 10.0, 19.5, 60.0])
+def test_node_that_looks_for_a_new_leader_is_not_lost(node_ttl_s: float, leader_ttl_s: float) -> None:
+    bounds = etcd_failover_bounds(
+        node_ttl_s=node_ttl_s, leader_ttl_s=leader_ttl_s, etcd_election_timeout_s=1.0
+    )
+    lost_s = lost_in_new_term_after_s(node_ttl_s, bounds)
+    assert min(node_ttl_s, bounds.heartbeat_s + bounds.discovery_s) <= lost_s <= node_ttl_s
 
 
 def test_default_takeover_is_faster_without_an_election_of_etcd() -> None:

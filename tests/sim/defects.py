@@ -21,13 +21,12 @@ from typing import Any
 
 import pytest
 
+from genie.agent import joining
 from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.agent.leader_connection import LeaderConnection
 from genie.cluster.locking.lock_lease import LockLease
-from genie.controller.connection import CONNECTIONS_PER_TOKEN_MAX
-from genie.controller.controller import Controller
 from genie.controller.jobs import lifecycle
 from genie.controller.jobs.changes import JobChange
 from genie.controller.jobs.index import JobIndex
@@ -41,6 +40,7 @@ from genie.controller.nodes.drains import NodeDrains
 from genie.controller.nodes.membership import Membership
 from genie.controller.request_limits import RequestLimits, TokenUsage
 from genie.controller.requests.open_waits import OpenWaits
+from genie.controller.terms.leadership import Leadership
 from genie.errors import StoreFullError, TokenRefusedError
 from genie.hardware.host import DiskSpace
 from genie.model.allocation import NodeHolds
@@ -48,9 +48,9 @@ from genie.model.job import FINAL_STATES, Job, JobState, parse_worker_name
 from genie.model.lock import LockRecord
 from genie.model.member import MemberState
 from genie.model.messages import ExitReport, Message
-from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import wire
+from genie.runtime.connection_limits import ConnectionLimits
 from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
 from genie.sim.processes import SimLauncher, make_exit_report
@@ -173,7 +173,8 @@ def _plant_unpinned_blobs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_unlimited_connections(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(CONNECTIONS_PER_TOKEN_MAX, TokenKind.USER, 1_000_000)
+    """One tenant can use all connections of users."""
+    patch.setattr(ConnectionLimits, "tenant_connections_max", property(lambda self: self.connections_max))
 
 
 def _plant_impatient_confirmations(patch: pytest.MonkeyPatch) -> None:
@@ -193,7 +194,7 @@ def _plant_retries_without_backoff(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
-    async def lead(self: Controller) -> bool:
+    async def lead(self: Leadership) -> bool:
         self._has_term_begun = False
         if not await self._try_begin_term():
             await self._election.resign()
@@ -209,7 +210,7 @@ def _plant_lease_not_renewed_while_loading(patch: pytest.MonkeyPatch) -> None:
             del self._try_begin_term
         return self._has_term_begun
 
-    patch.setattr(Controller, "_lead_one_term", lead)
+    patch.setattr(Leadership, "_lead_one_term", lead)
 
 
 def _plant_outdated_tables(patch: pytest.MonkeyPatch) -> None:
@@ -331,6 +332,14 @@ def _plant_disk_on_event_loop(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """Except those of the identity of a node."""
+    real_write, real_write_identity = files.write_private, joining.write_identity
+
+    def write_identity(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as durable:
+            durable.setattr(files, "write_private", real_write)
+            real_write_identity(*arguments, **options)
+
     def write(path: Path, data: bytes) -> None:
         files.make_private_directory(path.parent)
         try:
@@ -339,6 +348,19 @@ def _plant_writes_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
             raise StoreFullError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from error
 
     patch.setattr(files, "write_private", write)
+    patch.setattr(joining, "write_identity", write_identity)
+
+
+def _plant_identity_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
+    """A node that has joined again does not synchronize the files of its identity."""
+    real = joining.write_identity
+
+    def write(*arguments: Any, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as unsynchronized:
+            unsynchronized.setattr(os, "fsync", lambda descriptor: None)
+            real(*arguments, **options)
+
+    patch.setattr(joining, "write_identity", write)
 
 
 def _plant_exits_of_lingering_jobs(patch: pytest.MonkeyPatch) -> None:
@@ -488,6 +510,13 @@ DEFECTS = {
     ),
     "writes that are not durable": Defect(
         _plant_writes_that_are_not_durable, "disk", ("torn_write",), (0,), "could not read"
+    ),
+    "identity that is not durable": Defect(
+        _plant_identity_that_is_not_durable,
+        "outage",
+        ("remove_node", "power_node"),
+        (0, 1),
+        "is not a Genie token",
     ),
     "controllers of gossip extend the lease": Defect(
         _plant_trust_in_controllers_of_gossip, "gossip", ("hang_store",), (0, 4), "without a fault"

@@ -14,7 +14,8 @@ from genie.controller.backups import restore
 from genie.controller.connection import Connection
 from genie.controller.election import Election
 from genie.controller.jobs.submission import JobSubmission
-from genie.controller.ledger import Ledger, _WriteBatch
+from genie.controller.ledger import Ledger
+from genie.controller.ledger.write_batch import WriteBatch
 from genie.controller.nodes.membership import Membership
 from genie.controller.requests.service import RequestService
 from genie.controller.rows import ClusterRecord
@@ -77,12 +78,12 @@ def _plant_standby_that_claims_to_lead(patch: pytest.MonkeyPatch) -> None:
 
 def _plant_writes_that_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     """A write compares neither the leader's key nor the rows that it changes."""
-    real = _WriteBatch.as_compares_and_operations.fget  # type: ignore[attr-defined]
+    real = WriteBatch.as_compares_and_operations.fget  # type: ignore[attr-defined]
 
-    def without_compares(self: _WriteBatch) -> tuple[list[Compare], list[Put | Delete]]:
+    def without_compares(self: WriteBatch) -> tuple[list[Compare], list[Put | Delete]]:
         return [], real(self)[1]
 
-    patch.setattr(_WriteBatch, "as_compares_and_operations", property(without_compares))
+    patch.setattr(WriteBatch, "as_compares_and_operations", property(without_compares))
 
 
 def _plant_no_reload_after_unknown_outcomes(patch: pytest.MonkeyPatch) -> None:

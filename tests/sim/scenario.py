@@ -31,6 +31,7 @@ from genie.sim.invariants import (
     InnocentTenantChecker,
     InvariantChecker,
     LeadershipChecker,
+    NodeLossChecker,
     RequestRateChecker,
 )
 from genie.sim.locks import LockInvariantChecker, SimLockClient
@@ -62,14 +63,8 @@ _REPLY_TIME_S_MAX = 10.0
 _JOB_GRACE_S = 3.0
 _JOB_TIME_LIMIT_S = 3000.0
 """Longer than any run, and shorter than a step of the clock."""
-# A machine with a limit of about 350 open files: a hostile tenant can reach it within 20 s.
-_CONNECTION_LIMITS = ConnectionLimits(
-    connections_max=320,
-    unauthenticated_max=32,
-    unauthenticated_per_address_max=16,
-    user_connections_max=300,
-    owner_connections_reserved=8,
-)
+_CONNECTION_LIMITS = ConnectionLimits.for_open_file_limit(576)
+"""320 connections: a hostile tenant can reach this limit within 20 s."""
 _SCENARIO_CONTROLLER_CONFIG = replace(CONTROLLER_CONFIG, blobs_bytes_max=_BLOBS_BYTES_MAX)
 _CONTROLLER_CPU_COST = CpuCost(cpu_s_per_received_frame=0.0001, cpu_s_per_sent_byte=0.00000008)
 """A small request costs client and controller together 57 us (`python -m tests.sim.measure_cpu`, 2 cores,
@@ -202,6 +197,7 @@ async def _run_scenario(seed: int, directory: Path, kind: ScenarioKind) -> list[
                 drains.check_periodically(),
                 rate.check_periodically(),
                 leadership.check_periodically(),
+                NodeLossChecker(cluster).check_periodically(),
                 _check_store_space_periodically(cluster),
             )
         ]

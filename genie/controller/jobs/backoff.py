@@ -1,4 +1,5 @@
-"""Backoff after rejected launches: how often a job was rejected, and when it may be placed again."""
+"""Backoff after rejected launches and after runs that nodes have ended: how often these happened, and when
+the job may be placed again."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from genie.processes.clock import Clock
 _BACKOFF_S_MIN = 0.5
 _UNPLACEABLE_DELAY_S = 30.0
 _NODE_BACKOFF_S_MAX = 60.0
+_NODE_FAULT_COUNTED_S = 600.0
+"""An older fault no longer increases the delay."""
 
 
 class LaunchFailureCause(enum.Enum):
@@ -30,7 +33,8 @@ class _Rejections:
     job_fault_count: int = 0
     """Caused by the job, or of unknown cause."""
     node_fault_count: int = 0
-    """Caused by nodes."""
+    """Caused by nodes, before or after the start of the job."""
+    last_node_fault_s: float = 0.0
     not_before_s: float = 0.0
     needed_disk_bytes: int = 0
     """Free disk space that its working directory needs, if a node had less."""
@@ -60,16 +64,32 @@ class LaunchBackoff:
         return count
 
     def record_node_fault(self, job_id: str, epoch: int) -> None:
-        """Count a launch that failed because of a node. The first time there is no delay: the job goes to
-        another node."""
-        before = self._rejections_by_job.get(job_id, _Rejections())
+        """Count a launch that failed, or a run that ended, because of a node. The first time there is no
+        delay: the job goes to another node."""
+        before, now_s = self._rejections_by_job.get(job_id, _Rejections()), self._clock.monotonic_s()
         if before.last_epoch == epoch:
             return
-        delay_s = min(_BACKOFF_S_MIN * 2 ** min(before.node_fault_count, 16), _NODE_BACKOFF_S_MAX)
-        not_before_s = self._clock.monotonic_s() + (delay_s if before.node_fault_count else 0.0)
+        is_recent = now_s - before.last_node_fault_s < _NODE_FAULT_COUNTED_S
+        count = before.node_fault_count if is_recent else 0
+        delay_s = min(_BACKOFF_S_MIN * 2 ** min(count, 16), _NODE_BACKOFF_S_MAX)
         self._rejections_by_job[job_id] = replace(
-            before, last_epoch=epoch, node_fault_count=before.node_fault_count + 1, not_before_s=not_before_s
+            before,
+            last_epoch=epoch,
+            node_fault_count=count + 1,
+            last_node_fault_s=now_s,
+            not_before_s=now_s + (delay_s if count else 0.0),
         )
+
+    def record_start(self, job_id: str) -> None:
+        """Forget the rejections of a job that has started. Faults of nodes still count: a job that kills its
+        shim ends like one whose node has failed, and would start again and again without a delay."""
+        before = self._rejections_by_job.pop(job_id, None)
+        if before is not None and before.node_fault_count:
+            self._rejections_by_job[job_id] = _Rejections(
+                last_epoch=before.last_epoch,
+                node_fault_count=before.node_fault_count,
+                last_node_fault_s=before.last_node_fault_s,
+            )
 
     def needed_disk_bytes(self, job_id: str) -> int:
         """Free disk space that the job needs on its node; 0 unless a node had less."""

@@ -156,7 +156,7 @@ class JobLaunches:
                 await self._notifier.wait_while(job_id, waiting, timeout_s=min(wait_s, WORKERS_WAIT_S_MAX))
                 self._mark_worker_ready(require_valid(), rank)
         await self._ledger.write(build)
-        self._launch_backoff.reset(job_id)
+        self._launch_backoff.record_start(job_id)
         self._ready_ranks_by_job.pop(job_id, None)
 
     def _waits_for_workers(self, job_id: str, epoch: int) -> bool:

@@ -53,6 +53,8 @@ class LockTable:
         self._lease_deadline_s_by_token: dict[int, float] = {}
         """By fencing token. Entries of grants that were not committed are overwritten by the next grant."""
         self._ended_acquisitions = EndedAcquisitions()
+        self._released_before_request = EndedAcquisitions()
+        """Acquisitions whose release has overtaken the request. Separate, because any client can add them."""
         self._count_by_tenant: Counter[str] = Counter()
         self._term_token = 0
         self._term_began_s = 0.0
@@ -94,7 +96,7 @@ class LockTable:
         self._check_not_of_newer_release(row_id, name)
         row = self._rows.get(row_id)
         if row is None or row.acquisition_id != acquisition_id or row.fencing_token != fencing_token:
-            ended = self._ended_acquisitions.find_reason(tenant, name, acquisition_id)
+            ended = self._find_end_of_acquisition(tenant, name, acquisition_id)
             return ended or "its lease expired before it was renewed"
         if not self._try_extend_lease(row):
             return "its lease expired before it was renewed"
@@ -107,13 +109,14 @@ class LockTable:
         self._ledger.check_leading_and_up_to_date()
         self._check_not_of_newer_release(row_id, name)
         if self._waiters.remove(row_id, acquisition_id):
-            self._ended_acquisitions.add(tenant, name, acquisition_id, "it was released")
+            self._add_ended_acquisition(tenant, name, acquisition_id, "it was released")
 
         def build(txn: Transaction) -> bool:
             row = txn.get(self._rows, row_id)
             if row is None or row.acquisition_id != acquisition_id:
+                self._refuse_late_request(tenant, name, acquisition_id)
                 return False
-            self._ended_acquisitions.add(tenant, name, acquisition_id, "it was released")
+            self._add_ended_acquisition(tenant, name, acquisition_id, "it was released")
             was_held = not self._is_expired(row)
             self._stage_next_holder(txn, row_id)
             return was_held
@@ -138,7 +141,7 @@ class LockTable:
         row = await self._ledger.write(build)
         if row is not None:
             reason = f"it was released with 'genie lock release --force' (token {identity.token_id})"
-            self._ended_acquisitions.add(tenant, name, row.acquisition_id, reason)
+            self._add_ended_acquisition(tenant, name, row.acquisition_id, reason)
         return row
 
     def visible_locks(self, identity: Identity) -> Iterator[LockView]:
@@ -217,7 +220,7 @@ class LockTable:
         the new record."""
         now_s = self._clock.monotonic_s()
         winner = self._waiters.first_ready(row_id, now_s=now_s) or or_else
-        if winner is not None and self._find_end_of_acquisition(winner) is not None:
+        if winner is not None and self._find_end_of_waiter(winner) is not None:
             winner = None
         if winner is None:
             txn.delete(self._rows, row_id)
@@ -258,7 +261,7 @@ class LockTable:
                 f"the record of lock {waiter.name!r} cannot be read",
                 hint=f"delete it with 'genie lock release {waiter.name} --force'",
             )
-        ended = self._find_end_of_acquisition(waiter)
+        ended = self._find_end_of_waiter(waiter)
         if ended is not None:
             raise LockLostError(f"could not acquire lock {waiter.name!r}: {ended}")
 
@@ -287,9 +290,31 @@ class LockTable:
         self._lease_deadline_s_by_token[row.fencing_token] = self._clock.monotonic_s() + row.ttl_s
         return True
 
-    def _find_end_of_acquisition(self, waiter: LockWaiter) -> str | None:
+    # --- ended acquisitions -------------------------------------------------------------------
+
+    def _add_ended_acquisition(self, tenant: str, name: str, acquisition_id: str, reason: str) -> None:
+        self._ended_acquisitions.add(tenant, name, acquisition_id, reason, now_s=self._clock.monotonic_s())
+
+    def _refuse_late_request(self, tenant: str, name: str, acquisition_id: str) -> None:
+        """Refuse a request for this acquisition, which may arrive later than its release."""
+        if self._find_end_of_acquisition(tenant, name, acquisition_id) is None:
+            self._released_before_request.add(
+                tenant,
+                name,
+                acquisition_id,
+                "it was released before its request arrived",
+                now_s=self._clock.monotonic_s(),
+            )
+
+    def _find_end_of_waiter(self, waiter: LockWaiter) -> str | None:
+        return self._find_end_of_acquisition(waiter.tenant, waiter.name, waiter.acquisition_id)
+
+    def _find_end_of_acquisition(self, tenant: str, name: str, acquisition_id: str) -> str | None:
         """Return why the acquisition ended; None if it is not known to have ended."""
-        return self._ended_acquisitions.find_reason(waiter.tenant, waiter.name, waiter.acquisition_id)
+        now_s = self._clock.monotonic_s()
+        return self._ended_acquisitions.find_reason(
+            tenant, name, acquisition_id, now_s=now_s
+        ) or self._released_before_request.find_reason(tenant, name, acquisition_id, now_s=now_s)
 
     # --- the ledger ---------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 A node without heartbeats is first suspect, then disconnected, then its jobs may be reclaimed. If gossip also
 reports that it does not respond, it is suspect earlier; gossip changes nothing else. A new term of leadership
-counts from its own start. The current time is an argument. Registration and heartbeats are handled in
-agents.py.
+counts from its own start. A node that has not registered in this term is disconnected earlier, because nobody
+received its heartbeats during the takeover; its jobs are reclaimed no earlier than those of other nodes. The
+current time is an argument. Registration and heartbeats are handled in agents.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 import msgspec
 
 from genie.config import ControllerConfig
+from genie.model.failover import etcd_failover_bounds, lost_in_new_term_after_s
 from genie.model.member import MemberState
 from genie.model.node import NodeInfo, NodeStatus
 from genie.runtime.rpc import Peer
@@ -47,7 +49,8 @@ class RegisteredNode:
 class Membership:
     def __init__(self, config: ControllerConfig) -> None:
         self._suspect_after_s = config.node_suspect_s
-        self._disconnected_after_s = config.node_ttl_s
+        self._node_ttl_s = config.node_ttl_s
+        self._disconnected_in_new_term_after_s = _disconnected_in_new_term_after_s(config)
         self._reclaim_grace_s = config.node_reclaim_grace_s
         self._node_by_id: dict[str, RegisteredNode] = {}
         self._gossip_report_by_id: dict[str, tuple[MemberState, float]] = {}
@@ -130,8 +133,8 @@ class Membership:
         return self.time_since_heartbeat_s(node_id, now_s) < self._suspect_after_s
 
     def is_disconnected(self, node_id: str, now_s: float) -> bool:
-        """Whether the node has not sent a heartbeat within its time to live."""
-        return self.time_since_heartbeat_s(node_id, now_s) >= self._disconnected_after_s
+        """Whether the node has not sent a heartbeat within its time to live. Its jobs may still run."""
+        return self.time_since_heartbeat_s(node_id, now_s) >= self._get_disconnected_after_s(node_id)
 
     def is_reclaimable(self, node_id: str, now_s: float, *, deadman_timeout_s: float = 0.0) -> bool:
         """Whether the node's jobs with a dead-man timer have ended for certain. `deadman_timeout_s` is the
@@ -141,7 +144,7 @@ class Membership:
     def reclaimable_in_s(self, node_id: str, now_s: float, *, deadman_timeout_s: float) -> float:
         """Seconds until `is_reclaimable`, if no heartbeat arrives; 0 or less if it is."""
         return (
-            max(self._disconnected_after_s, deadman_timeout_s)
+            max(self._node_ttl_s, deadman_timeout_s)
             + self._reclaim_grace_s
             - self.time_since_heartbeat_s(node_id, now_s)
         )
@@ -160,14 +163,15 @@ class Membership:
         """Time until which `current_info` stays the same without a heartbeat. For a suspect node that is at
         most a second: its status reason contains the elapsed seconds."""
         silence_s = self.time_since_heartbeat_s(node_id, now_s)
+        disconnected_after_s = self._get_disconnected_after_s(node_id)
         if node_id not in self._node_by_id:
-            next_s = self._disconnected_after_s if silence_s < self._disconnected_after_s else math.inf
+            next_s = disconnected_after_s if silence_s < disconnected_after_s else math.inf
         elif silence_s < (suspect_after_s := self._get_suspect_after_s(node_id)):
             next_s = suspect_after_s
         else:
             next_s = math.floor(silence_s) + 1.0
-            if silence_s < self._disconnected_after_s:
-                next_s = min(next_s, self._disconnected_after_s)
+            if silence_s < disconnected_after_s:
+                next_s = min(next_s, disconnected_after_s)
         return max(now_s - silence_s + next_s - _ROUNDING_TOLERANCE_S, now_s)
 
     def blocked_reason(self, info: NodeInfo) -> str:
@@ -183,6 +187,12 @@ class Membership:
     def _get_suspect_after_s(self, node_id: str) -> float:
         share = GOSSIP_SUSPECT_SHARE if self._has_gossip_report_since_heartbeat(node_id) else 1.0
         return share * self._suspect_after_s
+
+    def _get_disconnected_after_s(self, node_id: str) -> float:
+        """Time without a heartbeat in this term after which the node is disconnected."""
+        member = self._node_by_id.get(node_id)
+        is_registered_in_term = member is not None and member.last_heartbeat_s >= self._term_began_s
+        return self._node_ttl_s if is_registered_in_term else self._disconnected_in_new_term_after_s
 
     def _get_reported_state(self, node_id: str) -> MemberState | None:
         report = self._gossip_report_by_id.get(node_id)
@@ -204,9 +214,18 @@ class Membership:
         reason = unseen_reason or f"no heartbeat for {math.floor(silence_s)} s"
         if self._has_gossip_report_since_heartbeat(info.node_id):
             reason += f"; gossip reports that it is {self._get_reported_state(info.node_id)}"
-        if silence_s >= self._disconnected_after_s:
+        if silence_s >= self._get_disconnected_after_s(info.node_id):
             return msgspec.structs.replace(info, status=NodeStatus.DISCONNECTED, status_reason=reason)
         return msgspec.structs.replace(info, status=NodeStatus.SUSPECT, status_reason=reason)
+
+
+def _disconnected_in_new_term_after_s(config: ControllerConfig) -> float:
+    bounds = etcd_failover_bounds(
+        node_ttl_s=config.node_ttl_s,
+        leader_ttl_s=config.leader_ttl_s,
+        etcd_election_timeout_s=config.etcd_election_timeout_s,
+    )
+    return lost_in_new_term_after_s(config.node_ttl_s, bounds)
 
 
 def _without_controller_status(info: NodeInfo) -> NodeInfo:

@@ -34,9 +34,17 @@ _REVISION_KEY = "revision"
 
 class LedgerCopy:
     """`write_mark` writes a key that the watch reports, and returns the revision. It is needed only if other
-    programs use the same etcd: their changes raise its revision, but are not in the watch."""
+    programs use the same etcd: their changes raise its revision, but are not in the watch. `on_leader_lost` is
+    called when the leader key is deleted, or has been when the copy is loaded."""
 
-    def __init__(self, store: Store, *, clock: Clock, write_mark: Callable[[], Awaitable[int]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Clock,
+        write_mark: Callable[[], Awaitable[int]],
+        on_leader_lost: Callable[[], None],
+    ) -> None:
         self.tables = LedgerTables(store, clock=clock)
         self.is_loaded = False
         self.has_leader_key = False
@@ -44,6 +52,7 @@ class LedgerCopy:
         self._store = store
         self._clock = clock
         self._write_mark = write_mark
+        self._on_leader_lost = on_leader_lost
         self._notifier = ChangeNotifier(clock)
         self._applied_revision = 0
         self._confirmed_at_s = -math.inf
@@ -118,8 +127,7 @@ class LedgerCopy:
         # is confirmed only after that.
         self._applied_revision = await self._fetch_revision()
         self._confirmed_at_s = -math.inf
-        found = await self._store.get(LEADER_KEY)
-        self.has_leader_key = found is not None
+        self._set_has_leader_key(await self._store.get(LEADER_KEY) is not None)
         await self.tables.read_all_tables()
         self.is_loaded = True
 
@@ -143,12 +151,17 @@ class LedgerCopy:
 
     def _apply(self, event: WatchEvent) -> None:
         if event.key == LEADER_KEY:
-            self.has_leader_key = event.value is not None
+            self._set_has_leader_key(event.value is not None)
         else:
             self.tables.apply_stored_change(event)
         if event.revision > self._applied_revision:
             self._applied_revision = event.revision
             self._notifier.notify(_REVISION_KEY)
+
+    def _set_has_leader_key(self, has_leader_key: bool) -> None:
+        self.has_leader_key = has_leader_key
+        if not has_leader_key:
+            self._on_leader_lost()
 
     async def _check_age_forever(self) -> None:
         while True:

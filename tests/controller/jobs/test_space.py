@@ -155,7 +155,7 @@ async def test_one_tenant_cannot_fill_etcd_with_jobs_or_with_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A quota of 64 MiB instead of 2 GiB is filled in a second.
-    monkeypatch.setattr("genie.controller.controller._HOUSEKEEPING_INTERVAL_S", 0.1)
+    monkeypatch.setattr("genie.controller.terms.leader_work._HOUSEKEEPING_INTERVAL_S", 0.1)
     quota = 64 * MIB
     server = EtcdServer(tmp_path, options=["--quota-backend-bytes", str(quota)])
     server.start()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -424,6 +425,31 @@ async def test_releases_of_locks_that_were_never_held_do_not_let_an_ended_acquis
         await acquire(client, one)
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["free", "held by another client"])
+async def test_a_request_that_its_release_has_overtaken_does_not_acquire_the_lock(
+    clock: FakeClock, client: Client, is_held: bool
+) -> None:
+    other, late = new_acquisition_id(), new_acquisition_id()
+    if is_held:
+        await acquire(client, other)
+    assert not await release(client, late)
+    for wait_s in (0.0, 5.0):
+        with pytest.raises(LockLostError, match="it was released before its request arrived"):
+            await acquire(client, late, wait_s=wait_s)
+    if is_held:
+        assert await release(client, other)
+    assert (await acquire(client, new_acquisition_id())).fencing_token
+
+
+async def test_a_lock_that_was_released_before_it_was_requested_is_refused_for_a_limited_time(
+    clock: FakeClock, client: Client
+) -> None:
+    late = new_acquisition_id()
+    assert not await release(client, late)
+    await clock.advance(ended_acquisitions.ENDED_ACQUISITIONS_KEPT_S)
+    assert (await acquire(client, late)).fencing_token
+
+
 def test_the_oldest_ended_acquisitions_of_a_tenant_and_the_tenant_with_the_oldest_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -431,17 +457,15 @@ def test_the_oldest_ended_acquisitions_of_a_tenant_and_the_tenant_with_the_oldes
     monkeypatch.setattr(ended_acquisitions, "TENANTS_MAX", 2)
     ended = ended_acquisitions.EndedAcquisitions()
     for acquisition_id in ("a1", "a2", "a3"):
-        ended.add("red", "l", acquisition_id, "released")
-    assert [ended.find_reason("red", "l", name) for name in ("a1", "a2", "a3")] == [
-        None,
-        "released",
-        "released",
-    ]
-    ended.add("blue", "l", "b1", "released")
-    ended.add("red", "l", "a4", "released")
-    ended.add("green", "l", "c1", "released")
-    assert ended.find_reason("blue", "l", "b1") is None
-    assert ended.find_reason("red", "l", "a4") == ended.find_reason("green", "l", "c1") == "released"
+        ended.add("red", "l", acquisition_id, "released", now_s=0.0)
+    find_reason = partial(ended.find_reason, now_s=7199.0)
+    assert [find_reason("red", "l", name) for name in ("a1", "a2", "a3")] == [None, "released", "released"]
+    ended.add("blue", "l", "b1", "released", now_s=0.0)
+    ended.add("red", "l", "a4", "released", now_s=0.0)
+    ended.add("green", "l", "c1", "released", now_s=1.0)
+    assert find_reason("blue", "l", "b1") is None
+    assert find_reason("red", "l", "a4") == find_reason("green", "l", "c1") == "released"
+    assert ended.find_reason("red", "l", "a4", now_s=7200.0) is None
 
 
 async def test_an_owner_breaks_a_lock_and_its_holder_learns_why(client: Client) -> None:

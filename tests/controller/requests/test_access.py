@@ -18,6 +18,7 @@ from genie.errors import (
     FrameTooLargeError,
     GenieError,
     JobNotFoundError,
+    NodeRemovedError,
     PermissionError_,
     ProtocolError,
     TlsError,
@@ -36,6 +37,7 @@ from genie.model.messages import (
     ListNodes,
     ListTokens,
     ReadLog,
+    RemoveNode,
     RevokeToken,
 )
 from genie.model.messages.handshake import Hello, Join, RenewCertificate, SignExecutor
@@ -166,7 +168,7 @@ RARE_TICKS = {"node_suspect_s": 120.0, "node_ttl_s": 300.0}
 
 @pytest.fixture
 def rare_controller_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genie.controller.controller._TICK_INTERVAL_S_MAX", 30.0)
+    monkeypatch.setattr("genie.controller.terms.leader_work._TICK_INTERVAL_S_MAX", 30.0)
 
 
 @pytest.mark.usefixtures("rare_controller_ticks")
@@ -292,6 +294,48 @@ async def test_join_tokens_are_deleted_an_hour_after_their_use(tmp_path: Path) -
         await one.controller._tokens.delete_old_tokens()
         assert used in rows
         await until(deleted)
+
+
+async def test_removed_node_is_rejected_as_removed_after_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its agent ends its jobs. Only the oldest of very many removed nodes are forgotten."""
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one:
+        first, second = await one.join("n1"), await one.join("n2")
+        assert one.controller is not None
+        registry = one.controller._tokens
+        async with one.client() as owner:
+            await owner.ask(RemoveNode(node_id="n1"))
+            await clock.advance(1.0)
+            await owner.ask(RemoveNode(node_id="n2"))
+        clock.step_wall(400 * 86400.0)
+        await registry.delete_old_tokens()
+        for access in (first, second):
+            with pytest.raises(NodeRemovedError):
+                await registry.authenticate_token(str(access.token))
+        monkeypatch.setattr(tokens, "REVOKED_NODE_TOKENS_KEPT", 1)
+        await registry.delete_old_tokens()
+        with pytest.raises(TokenRefusedError, match="is unknown here"):
+            await registry.authenticate_token(str(first.token))
+        with pytest.raises(NodeRemovedError):
+            await registry.authenticate_token(str(second.token))
+
+
+async def test_recently_removed_nodes_are_never_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "REVOKED_NODE_TOKENS_KEPT", 0)
+    clock = FakeClock()
+    async with running_controller(tmp_path, clock=clock) as one:
+        removed = await one.join("n1")
+        async with one.client() as owner:
+            await owner.ask(RemoveNode(node_id="n1"))
+        clock.step_wall(29 * 86400.0)
+        assert one.controller is not None
+        await one.controller._tokens.delete_old_tokens()
+        with pytest.raises(NodeRemovedError):
+            await one.controller._tokens.authenticate_token(str(removed.token))
 
 
 async def test_two_thousand_nodes_join(tmp_path: Path) -> None:

@@ -45,14 +45,31 @@ async def test_users_can_use_only_half_of_the_connections(
 ) -> None:
     monkeypatch.setattr(connection_limits, "CONNECTIONS_MAX", 64)
     async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
-        token = await one.token(TokenKind.USER)
-        for _ in range(32):
-            await stack.enter_async_context(one.client(token))
+        tokens = [await one.token(TokenKind.USER, tenant=tenant) for tenant in ("red", "blue", "green")]
+        for number in range(32):
+            await stack.enter_async_context(one.client(tokens[number % 3]))
         with pytest.raises(OverloadedError, match="limit of 32 connections of users"):
-            await stack.enter_async_context(one.client(token))
+            await stack.enter_async_context(one.client(tokens[2]))
         async with one.client() as owner, one.agent("a") as agent:
             assert await owner.status()
             assert await agent.beat()
+
+
+async def test_tenant_with_several_tokens_cannot_use_all_connections_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits, "CONNECTIONS_MAX", 64)
+    async with running_controller(tmp_path) as one, AsyncExitStack() as stack:
+        red = [await one.token(TokenKind.USER, tenant="red") for _ in range(2)]
+        opened = [await stack.enter_async_context(one.client(red[number % 2])) for number in range(16)]
+        for token in red:
+            with pytest.raises(OverloadedError, match="limit of 16 connections of tenant red is reached"):
+                await stack.enter_async_context(one.client(token))
+        async with one.client(await one.token(TokenKind.USER, tenant="blue")) as blue:
+            assert await blue.status()
+        opened[0].peer.close()
+        await until(lambda: one.controller is not None and len(one.controller._connections) == 15)
+        await stack.enter_async_context(one.client(red[0]))
 
 
 @pytest.mark.parametrize("busy", [False, True])

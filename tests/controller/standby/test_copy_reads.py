@@ -53,7 +53,7 @@ async def reads_of(token: TokenRecord, clock: FakeClock) -> AsyncIterator[CopyRe
     async def write_mark() -> int:
         return 0
 
-    copy = LedgerCopy(memory, clock=clock, write_mark=write_mark)
+    copy = LedgerCopy(memory, clock=clock, write_mark=write_mark, on_leader_lost=lambda: None)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(copy.follow())
 

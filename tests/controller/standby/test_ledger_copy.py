@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -26,7 +26,7 @@ from tests.waiting import until
 
 @asynccontextmanager
 async def followed_copy(
-    memory: MemoryStore, clock: FakeClock | SystemClock
+    memory: MemoryStore, clock: FakeClock | SystemClock, *, on_leader_lost: Callable[[], None] = lambda: None
 ) -> AsyncIterator[tuple[LedgerCopy, MemoryStore]]:
     """A copy that is kept current, and its client of the store."""
     store = memory.connect()
@@ -34,7 +34,7 @@ async def followed_copy(
     async def write_mark() -> int:
         return (await store.commit([], [Put("controller/two", b"host:1")])).revision
 
-    copy = LedgerCopy(store, clock=clock, write_mark=write_mark)
+    copy = LedgerCopy(store, clock=clock, write_mark=write_mark, on_leader_lost=on_leader_lost)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(copy.follow())
         yield copy, store
@@ -223,12 +223,13 @@ async def test_copy_knows_whether_a_controller_leads() -> None:
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)
     await memory.commit([], [Put("leader", b"{}")])
-    async with followed_copy(memory, clock) as (copy, _):
+    is_lost = asyncio.Event()
+    async with followed_copy(memory, clock, on_leader_lost=is_lost.set) as (copy, _):
         await advance_until_current(clock, copy)
-        assert copy.has_leader_key
+        assert copy.has_leader_key and not is_lost.is_set()
         await memory.commit([], [Delete("leader")])
         await advance_until_current(clock, copy)
-        assert not copy.has_leader_key
+        assert not copy.has_leader_key and is_lost.is_set()
         record = NodeRecord(info=make_node_info("n1"))
         await memory.commit([], [Put("node/n1", msgspec.json.encode(record))])
         await advance_until_current(clock, copy)

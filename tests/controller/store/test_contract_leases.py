@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from genie.controller.store import Delete, Put, WatchEvent
@@ -29,6 +31,25 @@ async def test_expired_lease_deletes_its_keys_at_one_revision_and_watches_see_it
         await store.keep_alive(lease_id)
     with pytest.raises(LeaseLostError):
         await store.commit([], [Put("c", b"", lease_id)])
+
+
+@pytest.mark.parametrize("how", ["expires", "is revoked"])
+async def test_reader_that_waits_is_woken_when_the_lease_of_a_key_ends(engine: Engine, how: str) -> None:
+    """A standby waits for the end of the leader's lease this way."""
+    store = engine.store
+    lease_id = await store.grant_lease(2)
+    put = await store.commit([], [Put("leader", b"one", lease_id)])
+    async with store.watch("", after_revision=put.revision) as events, asyncio.TaskGroup() as group:
+        waiting = group.create_task(asyncio.wait_for(anext(events), 20))
+        await asyncio.sleep(0)
+        if how == "expires":
+            await engine.pass_time(2.5)
+        else:
+            await store.revoke_lease(lease_id)
+        event = await waiting
+    assert (event.key, event.value) == ("leader", None)
+    assert event.revision > put.revision
+    assert await store.get("leader") is None
 
 
 async def test_renewed_lease_outlives_its_ttl(engine: Engine) -> None:

@@ -1,0 +1,1 @@
+"""Terms of leadership: how a controller begins one, and what it does meanwhile."""
