@@ -13,6 +13,7 @@ from genie.agent.journal import Journal
 from genie.controller.backups import restore
 from genie.controller.connection import Connection
 from genie.controller.election import Election
+from genie.controller.jobs import launches
 from genie.controller.jobs.submission import JobSubmission
 from genie.controller.ledger import Ledger
 from genie.controller.ledger.write_batch import WriteBatch
@@ -115,6 +116,15 @@ def _plant_requests_forgotten_in_a_failover(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JobSubmission, "_replace_index", replace_index)
 
 
+def _plant_launches_of_an_earlier_placement(patch: pytest.MonkeyPatch) -> None:
+    """A late confirmation starts a worker whose job was placed again since."""
+    patch.setattr(
+        launches,
+        "is_current_placement",
+        lambda job, rank, node_id, epoch: not job.state.is_final and rank < len(job.placements),
+    )
+
+
 # -- fencing tokens and restores --------------------------------------------------------------------
 
 
@@ -178,6 +188,13 @@ FAILOVER_DEFECTS = {
         ("lose_reply", "restart_controller"),
         (1, 2),
         "submissions",
+    ),
+    "launches of an earlier placement": Defect(
+        _plant_launches_of_an_earlier_placement,
+        "disk",
+        ("slow_disk", "lose_store"),
+        (3, 5),
+        "epoch",
     ),
     "agents that accept any leader": Defect(
         _plant_agents_that_accept_any_leader,
