@@ -64,6 +64,7 @@ from genie.model.messages import (
 )
 from genie.model.names import parse_endpoint
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
+from genie.processes import process_table
 from genie.processes.clock import Clock
 from genie.processes.tasks import first_error
 from genie.runtime import rpc, wire
@@ -116,6 +117,7 @@ class Agent:
         listen_host: str = "127.0.0.1",
         disk: DiskAccess | None = None,
         facts: Callable[[], HostFacts] = host_facts,
+        boot_id: str = "",
         gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
     ) -> None:
         self._config = config
@@ -144,6 +146,7 @@ class Agent:
             ca_path=None if access.tls is None else ca_path(node_dir),
             offload=disk.run_job_file_call,
             get_node_info=lambda: self._node_info,
+            boot_id=boot_id or process_table.boot_id(),
         )
         self._jobs = NodeJobs(
             config,
@@ -185,8 +188,7 @@ class Agent:
         LeaderConnection.keep_connected_to_leader."""
         await self._disk_access.run_journal_call(self._journal.open)
         try:
-            count = self._launcher.kill_leftovers(self._journal.jobs_dir)
-            if count:
+            if count := self._jobs.adopt_jobs_and_kill_leftovers():
                 _log.warning("killed %d leftover processes of an earlier agent", count)
             await self._disk_access.run_journal_call(self._jobs.load_journal)
             await self._run_tasks()
@@ -211,6 +213,8 @@ class Agent:
                     self._gossip.run(),
                 ):
                     group.create_task(work)
+                for job in self._jobs.live_jobs.values():
+                    group.create_task(self._jobs.serve_adopted_job(job))
         except* _AgentStoppedError:
             pass
         except* GenieError as errors:
@@ -270,7 +274,9 @@ class Agent:
 
     async def _register_and_send_heartbeats(self, peer: rpc.Peer) -> None:
         """Registers with the leader and sends heartbeats until it no longer leads."""
-        register = Register(node=self._node_info, exits=self._exits_for_next_message())
+        register = Register(
+            node=self._node_info, exits=self._exits_for_next_message(), running=self._jobs.running_jobs()
+        )
         self._apply_registration_reply(await peer.call(register, timeout_s=LEADER_CALL_TIMEOUT_S))
         record = partial(self._journal.record_registration, peer.name, registered_at=self._clock.wall_s())
         self._journal_writes.add_work(record, action="record the registration")
@@ -363,7 +369,7 @@ class Agent:
             case Launch():
                 assert self._task_group is not None
                 job = await self._jobs.accept_launch(request)
-                self._task_group.create_task(self._jobs.prepare_and_start_job(job))
+                self._task_group.create_task(self._jobs.prepare_and_start_job(job, request))
                 return Done()
             case Kill():
                 self._jobs.accept_leader_token(

@@ -62,6 +62,7 @@ WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX = 8
 """The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
 CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
+NOT_STARTED_BEFORE_RESTART_REASON = "not started: the agent was restarted before"
 
 
 class CallLeaderOnce(Protocol):
@@ -72,7 +73,7 @@ class CallLeaderOnce(Protocol):
 
 @dataclass
 class LocalJob:
-    launch: Launch
+    record: JobRecord
     directory: Path
     started_s: float | None = None
     """Monotonic time of its start; None before."""
@@ -85,8 +86,20 @@ class LocalJob:
     """Free disk space that its working directory needs, if the node has less."""
 
     @property
+    def job_id(self) -> str:
+        return self.record.job_id
+
+    @property
     def epoch(self) -> int:
-        return self.launch.placement.epoch
+        return self.record.epoch
+
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        return self.record.gpu_ids or ()
+
+    @property
+    def is_session(self) -> bool:
+        return self.record.kind is JobKind.SESSION
 
     @property
     def has_started(self) -> bool:
@@ -95,7 +108,7 @@ class LocalJob:
     @property
     def ends_with_lease(self) -> bool:
         """Whether it must end when the lease of the node expires: it may be started elsewhere then."""
-        return self.launch.has_deadman_timer
+        return self.record.has_deadman_timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +124,7 @@ class JobLaunchContext:
     ca_path: Path | None
     offload: Offload
     get_node_info: Callable[[], NodeInfo]
+    boot_id: str
 
 
 class NodeJobs:
@@ -148,13 +162,66 @@ class NodeJobs:
         self._finished_run_sizes: dict[Path, RunDirectorySize] = {}
         """Of the directories of finished jobs."""
 
+    def adopt_jobs_and_kill_leftovers(self) -> int:
+        """Takes over the jobs that an earlier agent has left running; kills all of its other processes and
+        returns their number. Blocks.
+
+        The leader must extend the lease before it expires for them, as for the earlier agent.
+        """
+        adopted, killed_count = self._launcher.adopt_jobs_and_kill_leftovers(
+            self._journal.jobs_dir, may_adopt=self._is_last_launch
+        )
+        for each in adopted:
+            job_id = each.record.job_id
+            self.live_jobs[job_id] = LocalJob(
+                each.record,
+                self._journal.job_dir(job_id),
+                started_s=each.started_s,
+                kill_reason=each.kill_reason,
+            )
+            if each.deadman_expiry_s is not None:
+                self._lease.adopt(expires_at_s=each.deadman_expiry_s)
+            _log.info("adopted job %s (epoch %d) of an earlier agent", job_id, each.record.epoch)
+        return killed_count
+
+    def _is_last_launch(self, record: JobRecord) -> bool:
+        """Whether this is the last launch of the job on this node. The job may have damaged its record."""
+        accepted = self._journal.read_job_record(record.job_id)
+        return accepted is None or accepted.epoch == record.epoch
+
     def load_journal(self) -> None:
-        """Reads what an earlier agent has left: unconfirmed exits, and jobs that have not ended. Blocks."""
-        self.unsettled_exits = self._journal.unsettled_exits()
+        """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it did
+        not start, and jobs that cannot be killed. Blocks."""
+        self.unsettled_exits = {
+            job_id: report
+            for job_id, report in self._journal.unsettled_exits().items()
+            if job_id not in self.live_jobs
+        }
+        running = self._launcher.running_jobs_and_kill_errors()
         self._unkillable_earlier_jobs = {
             job_id: self._journal.read_job_record(job_id)
-            for job_id in self._launcher.running_jobs_and_kill_errors()
+            for job_id in running
+            if job_id not in self.live_jobs
         }
+        for record in self._journal.launches_without_start_attempt(boot_id=self._launch_context.boot_id):
+            if record.job_id not in running:
+                self.unsettled_exits[record.job_id] = self._make_report_of_unstarted_launch(record)
+
+    def _make_report_of_unstarted_launch(self, record: JobRecord) -> ExitReport:
+        return ExitReport(
+            job_id=record.job_id,
+            epoch=record.epoch,
+            exit_code=None,
+            reason=NOT_STARTED_BEFORE_RESTART_REASON,
+            ended_at=self._clock.wall_s(),
+            started=False,
+            is_caused_by_node=True,
+        )
+
+    async def serve_adopted_job(self, job: LocalJob) -> None:
+        """Continues what the earlier agent did for this job besides waiting for its end. Never raises."""
+        if job.is_session:
+            await self._report_executor_endpoint(job)
 
     def running_jobs(self) -> tuple[RunningJob, ...]:
         stuck = self._launcher.running_jobs_and_kill_errors()
@@ -188,7 +255,7 @@ class NodeJobs:
         return frozenset(
             gpu_id
             for job in self.live_jobs.values()
-            for gpu_id in job.launch.placement.gpu_ids
+            for gpu_id in job.gpu_ids
             if job.has_started
         )
 
@@ -206,7 +273,7 @@ class NodeJobs:
 
     def _gpu_ids_of_job(self, job_id: str) -> tuple[int, ...] | None:
         if job_id in self.live_jobs:
-            return self.live_jobs[job_id].launch.placement.gpu_ids
+            return self.live_jobs[job_id].gpu_ids
         record = self._unkillable_earlier_jobs.get(job_id)
         return None if record is None else record.gpu_ids
 
@@ -229,10 +296,15 @@ class NodeJobs:
             incarnation=launch.placement.incarnation,
             accepted_at=self._clock.wall_s(),
             gpu_ids=launch.placement.gpu_ids,
+            tenant=launch.tenant,
+            gpu_milli=launch.spec.resources.gpu_milli,
+            kind=launch.spec.kind,
+            has_deadman_timer=launch.has_deadman_timer,
+            boot_id=self._launch_context.boot_id,
         )
         earlier = self.unsettled_exits.pop(launch.job_id, None)
         # Listed before it is recorded: meanwhile its accelerators are in use.
-        job = self.live_jobs[launch.job_id] = LocalJob(launch, self._journal.job_dir(launch.job_id))
+        job = self.live_jobs[launch.job_id] = LocalJob(record, self._journal.job_dir(launch.job_id))
         try:
             await self._journal_writes.run_work(partial(self._journal.record_launch, record))
         except BaseException as error:
@@ -284,10 +356,10 @@ class NodeJobs:
         for gpu_id in launch.placement.gpu_ids:
             if stuck := self.describe_unkillable_processes_on_gpu(gpu_id):
                 return f"accelerator {gpu_id}: {stuck}"
-            others = [job.launch for job in self.live_jobs.values() if gpu_id in job.launch.placement.gpu_ids]
+            others = [job.record for job in self.live_jobs.values() if gpu_id in job.gpu_ids]
             if any(other.tenant != launch.tenant for other in others):
                 return f"a job of another tenant has not ended on accelerator {gpu_id} yet"
-            if sum(other.spec.resources.gpu_milli for other in others) + requested > FULL_MILLI:
+            if sum(other.gpu_milli for other in others) + requested > FULL_MILLI:
                 return f"{others[0].job_id} has not ended on accelerator {gpu_id} yet"
         return ""
 
@@ -323,12 +395,12 @@ class NodeJobs:
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def prepare_and_start_job(self, job: LocalJob) -> None:
+    async def prepare_and_start_job(self, job: LocalJob, launch: Launch) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
-        job_id = job.launch.job_id
+        job_id = job.job_id
         try:
             async with self._preparation_slots:
-                plan = await self._prepare_launch(job)
+                plan = await self._prepare_launch(job, launch)
             await self._confirm_launch(job)
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
@@ -343,17 +415,17 @@ class NodeJobs:
         except Exception:
             _log.exception("could not start job %s", job_id)
             self._record_failed_launch(job, "not started: internal error (see the log of the agent)")
-        if job.has_started and job.launch.spec.kind is JobKind.SESSION:
+        if job.has_started and job.is_session:
             await self._report_executor_endpoint(job)
 
-    async def _prepare_launch(self, job: LocalJob) -> LaunchPlan:
-        launch, context = job.launch, self._launch_context
+    async def _prepare_launch(self, job: LocalJob, launch: Launch) -> LaunchPlan:
+        context = self._launch_context
         env = preparation.job_environment(
             launch, base=context.base_env, node=context.get_node_info(), directory=job.directory
         )
         if launch.spec.workdir is not None:
             await self._fetch_and_unpack_workdir(job, launch.spec.workdir)
-        if launch.spec.kind is JobKind.SESSION:
+        if job.is_session:
             argv = await preparation.prepare_executor(
                 self._make_retrying_leader_call(job),
                 launch,
@@ -378,6 +450,8 @@ class NodeJobs:
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s),
             has_deadman_timer=launch.has_deadman_timer,
+            record=job.record,
+            socket_path=self._journal.shim_socket_path(launch.job_id, job.epoch),
         )
 
     async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:
@@ -409,7 +483,7 @@ class NodeJobs:
         # would miss a running job in it.
         await self._no_heartbeat_in_flight.wait()
         confirmation = ConfirmLaunch(
-            job_id=job.launch.job_id,
+            job_id=job.job_id,
             epoch=job.epoch,
             incarnation=self._journal.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
@@ -435,7 +509,7 @@ class NodeJobs:
                 except GenieError as error:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
-                    _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
+                    _log.info("retrying a request to the controller for job %s: %s", job.job_id, error)
                     has_waited = isinstance(error, WorkersMissingError)  # at the controller
                     backoff_s = LEADER_CALL_BACKOFF_S_MIN if has_waited else backoff_s
                     wait_s = max(backoff_s, error.retry_after_s)
@@ -455,7 +529,7 @@ class NodeJobs:
 
     async def _report_executor_endpoint(self, job: LocalJob) -> None:
         """Waits until the executor listens, then reports its address to the controller. Never raises."""
-        job_id = job.launch.job_id
+        job_id = job.job_id
         try:
             port = await self._wait_for_executor_port(job)
             if port is None:
@@ -485,7 +559,7 @@ class NodeJobs:
         """Returns the executor's port; None if it ended first."""
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
-        while self.live_jobs.get(job.launch.job_id) is job:
+        while self.live_jobs.get(job.job_id) is job:
             port = await self._launch_context.offload(partial(preparation.read_executor_port, job.directory))
             if port is not None:
                 return port
@@ -512,10 +586,10 @@ class NodeJobs:
 
     def _record_failed_launch(self, job: LocalJob, reason: str, *, is_caused_by_node: bool = False) -> None:
         reason = reason[:EXIT_REASON_CHARS_MAX]
-        _log.warning("job %s failed: %s", job.launch.job_id, reason)
+        _log.warning("job %s failed: %s", job.job_id, reason)
         self._record_exit(
             ExitReport(
-                job_id=job.launch.job_id,
+                job_id=job.job_id,
                 epoch=job.epoch,
                 exit_code=None,
                 reason=reason,
@@ -546,7 +620,7 @@ class NodeJobs:
 
     def _needs_executor_status(self, report: ExitReport) -> bool:
         job = self.live_jobs.get(report.job_id)
-        if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
+        if job is None or not job.is_session or not report.exit_code:
             return False
         return job.endpoint is None or report.exit_code == CLIENT_LOST_EXIT_CODE
 

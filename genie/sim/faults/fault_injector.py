@@ -88,7 +88,7 @@ DRAIN_FAULTS = (
 )
 FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     (
-        *("crash_node", "power_node", "torn_write", "upgrade_node"),
+        *("power_node", "torn_write"),
         *("change_gpus", "change_gpus_on_restart", "remove_node"),
     )
 )
@@ -97,6 +97,7 @@ FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
     (
         *("cut_node", "cut_one_way", "isolate_node", "hang_agent"),
         *("pause_node", "freeze_node", "drift", "drain_paused_node"),
+        *("crash_node", "upgrade_node"),
     )
 )
 """Outages of a node: restartable jobs end at the dead-man time, all others go on."""
