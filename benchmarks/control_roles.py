@@ -30,10 +30,12 @@ import msgspec
 import placement_roles
 
 from genie import config
+from genie.agent.adoption import AdoptedJob
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
 from genie.agent.joining import join_cluster
+from genie.agent.journal import JobRecord
 from genie.agent.launcher import LaunchPlan
 from genie.cluster.client import open_client
 from genie.model.messages import CreateToken, ExitReport
@@ -206,8 +208,10 @@ class SimulatedLauncher:
         self._exits: list[ExitReport] = []
         self._has_exits = asyncio.Event()
 
-    def kill_leftovers(self, jobs_dir: Path) -> int:
-        return 0
+    def adopt_jobs_and_kill_leftovers(
+        self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
+    ) -> tuple[list[AdoptedJob], int]:
+        return [], 0
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         report = ExitReport(

@@ -64,6 +64,7 @@ from genie.model.messages import (
 )
 from genie.model.names import parse_endpoint
 from genie.model.node import GPUInfo, NodeInfo, NodeRole, NodeStatus
+from genie.processes import process_table
 from genie.processes.clock import Clock
 from genie.processes.tasks import first_error
 from genie.runtime import rpc, wire
@@ -116,6 +117,7 @@ class Agent:
         listen_host: str = "127.0.0.1",
         disk: DiskAccess | None = None,
         facts: Callable[[], HostFacts] = host_facts,
+        boot_id: str = "",
         gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
     ) -> None:
         self._config = config
@@ -133,6 +135,7 @@ class Agent:
         )
         self._heartbeat_due_event = asyncio.Event()
         self._stop_requested = asyncio.Event()
+        self._keeps_jobs = False
         self._task_group: asyncio.TaskGroup | None = None
         self._is_job_file_cleanup_due = True
         advertised = config.host or listen_host
@@ -144,6 +147,7 @@ class Agent:
             ca_path=None if access.tls is None else ca_path(node_dir),
             offload=disk.run_job_file_call,
             get_node_info=lambda: self._node_info,
+            boot_id=boot_id or process_table.boot_id(),
         )
         self._jobs = NodeJobs(
             config,
@@ -176,8 +180,11 @@ class Agent:
         """The node as of the last inventory."""
         return self._node_info
 
-    def stop(self) -> None:
-        """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return."""
+    def stop(self, *, keep_jobs: bool = False) -> None:
+        """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return. With
+        `keep_jobs`, the jobs go on, and the next agent of the node adopts them. Only the first call counts."""
+        if not self._stop_requested.is_set():
+            self._keeps_jobs = keep_jobs
         self._stop_requested.set()
 
     async def run(self) -> None:
@@ -185,8 +192,7 @@ class Agent:
         LeaderConnection.keep_connected_to_leader."""
         await self._disk_access.run_journal_call(self._journal.open)
         try:
-            count = self._launcher.kill_leftovers(self._journal.jobs_dir)
-            if count:
+            if count := self._jobs.adopt_jobs_and_kill_leftovers():
                 _log.warning("killed %d leftover processes of an earlier agent", count)
             await self._disk_access.run_journal_call(self._jobs.load_journal)
             await self._run_tasks()
@@ -211,6 +217,8 @@ class Agent:
                     self._gossip.run(),
                 ):
                     group.create_task(work)
+                for job in self._jobs.live_jobs.values():
+                    group.create_task(self._jobs.continue_job_of_earlier_agent(job))
         except* _AgentStoppedError:
             pass
         except* GenieError as errors:
@@ -270,7 +278,9 @@ class Agent:
 
     async def _register_and_send_heartbeats(self, peer: rpc.Peer) -> None:
         """Registers with the leader and sends heartbeats until it no longer leads."""
-        register = Register(node=self._node_info, exits=self._exits_for_next_message())
+        register = Register(
+            node=self._node_info, exits=self._exits_for_next_message(), running=self._jobs.running_jobs()
+        )
         self._apply_registration_reply(await peer.call(register, timeout_s=LEADER_CALL_TIMEOUT_S))
         record = partial(self._journal.record_registration, peer.name, registered_at=self._clock.wall_s())
         self._journal_writes.add_work(record, action="record the registration")
@@ -363,7 +373,7 @@ class Agent:
             case Launch():
                 assert self._task_group is not None
                 job = await self._jobs.accept_launch(request)
-                self._task_group.create_task(self._jobs.prepare_and_start_job(job))
+                self._task_group.create_task(self._jobs.prepare_and_start_job(job, request))
                 return Done()
             case Kill():
                 self._jobs.accept_leader_token(
@@ -424,7 +434,7 @@ class Agent:
         while True:
             await self._clock.sleep(self._heartbeat_interval_s())
             self._heartbeat_due_event.set()
-            if self._jobs.live_jobs and not self._lease.is_valid(self._clock.monotonic_s()):
+            if self._jobs.live_jobs and self._lease.has_expired(self._clock.monotonic_s()):
                 self._jobs.kill_jobs_that_end_with_lease()
 
     async def _free_disk_space_periodically(self) -> None:
@@ -520,6 +530,13 @@ class Agent:
     async def _shut_down_when_requested(self) -> None:
         await self._stop_requested.wait()
         self._jobs.stop_accepting_launches("the agent is stopping")
+        if self._keeps_jobs:
+            # The next agent starts those that have not started by then.
+            await self._wait_for_condition(
+                lambda: all(job.has_started for job in self._jobs.live_jobs.values()),
+                SHUTDOWN_TIMEOUT_AFTER_GRACE_S,
+            )
+            raise _AgentStoppedError
         self._jobs.kill_all_jobs("ended by Genie: the agent was stopped")
         await self._wait_for_condition(
             lambda: not self._jobs.live_jobs, self._config.stop_grace_s + SHUTDOWN_TIMEOUT_AFTER_GRACE_S

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from genie.agent.disk import JournalWriteQueue, is_caused_by_full_disk, is_cause
 from genie.agent.heartbeats import NodeLease
 from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import EXIT_REASON_CHARS_MAX, JobRecord, Journal
-from genie.agent.launcher import JobLauncher, LaunchPlan
+from genie.agent.launcher import JobLauncher, LaunchPlan, encode_plan, try_decode_plan
 from genie.config import AgentConfig
 from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
 from genie.model.allocation import FULL_MILLI
@@ -55,6 +55,7 @@ EXECUTOR_START_TIMEOUT_IF_STATUS_REPORTED_S = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 EXECUTOR_STATUS_READ_TIMEOUT_S = 1.0
 LEADER_CALL_BACKOFF_S_MIN, LEADER_CALL_BACKOFF_S_MAX = 0.2, 2.0
+LEASE_POLL_INTERVAL_S = 0.1
 CONFIRM_WAIT_FOR_WORKERS_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
@@ -72,7 +73,7 @@ class CallLeaderOnce(Protocol):
 
 @dataclass
 class LocalJob:
-    launch: Launch
+    record: JobRecord
     directory: Path
     started_s: float | None = None
     """Monotonic time of its start; None before."""
@@ -85,8 +86,20 @@ class LocalJob:
     """Free disk space that its working directory needs, if the node has less."""
 
     @property
+    def job_id(self) -> str:
+        return self.record.job_id
+
+    @property
     def epoch(self) -> int:
-        return self.launch.placement.epoch
+        return self.record.epoch
+
+    @property
+    def gpu_ids(self) -> tuple[int, ...]:
+        return self.record.gpu_ids or ()
+
+    @property
+    def is_session(self) -> bool:
+        return self.record.kind is JobKind.SESSION
 
     @property
     def has_started(self) -> bool:
@@ -95,7 +108,7 @@ class LocalJob:
     @property
     def ends_with_lease(self) -> bool:
         """Whether it must end when the lease of the node expires: it may be started elsewhere then."""
-        return self.launch.has_deadman_timer
+        return self.record.has_deadman_timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +124,7 @@ class JobLaunchContext:
     ca_path: Path | None
     offload: Offload
     get_node_info: Callable[[], NodeInfo]
+    boot_id: str
 
 
 class NodeJobs:
@@ -140,6 +154,8 @@ class NodeJobs:
         self._request_heartbeat = request_heartbeat
         self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
+        self._interrupted_launches: dict[str, LaunchPlan] = {}
+        """Of jobs that an earlier agent prepared and did not start."""
         self._launch_rejection_reason = ""
         """Why launches are rejected; empty while they are accepted."""
         self._no_heartbeat_in_flight = asyncio.Event()
@@ -148,13 +164,62 @@ class NodeJobs:
         self._finished_run_sizes: dict[Path, RunDirectorySize] = {}
         """Of the directories of finished jobs."""
 
+    def adopt_jobs_and_kill_leftovers(self) -> int:
+        """Takes over the jobs that an earlier agent has left running; kills all of its other processes and
+        returns their number. Blocks.
+
+        The leader must extend the lease before it expires for them, as for the earlier agent.
+        """
+        adopted, killed_count = self._launcher.adopt_jobs_and_kill_leftovers(
+            self._journal.jobs_dir, may_adopt=self._is_last_launch
+        )
+        for each in adopted:
+            job_id = each.record.job_id
+            self.live_jobs[job_id] = LocalJob(
+                each.record,
+                self._journal.job_dir(job_id),
+                started_s=each.started_s,
+                kill_reason=each.kill_reason,
+            )
+            if each.deadman_expiry_s is not None:
+                self._lease.adopt(expires_at_s=each.deadman_expiry_s)
+            _log.info("adopted job %s (epoch %d) of an earlier agent", job_id, each.record.epoch)
+        return killed_count
+
+    def _is_last_launch(self, record: JobRecord) -> bool:
+        """Whether this is the last launch of the job on this node. The job may have damaged its record."""
+        accepted = self._journal.read_job_record(record.job_id)
+        return accepted is None or accepted.epoch == record.epoch
+
     def load_journal(self) -> None:
-        """Reads what an earlier agent has left: unconfirmed exits, and jobs that have not ended. Blocks."""
-        self.unsettled_exits = self._journal.unsettled_exits()
+        """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it has
+        not started, and jobs that cannot be killed. Blocks."""
+        self.unsettled_exits = {
+            job_id: report
+            for job_id, report in self._journal.unsettled_exits().items()
+            if job_id not in self.live_jobs
+        }
+        running = self._launcher.running_jobs_and_kill_errors()
         self._unkillable_earlier_jobs = {
             job_id: self._journal.read_job_record(job_id)
-            for job_id in self._launcher.running_jobs_and_kill_errors()
+            for job_id in running
+            if job_id not in self.live_jobs
         }
+        for record, body in self._journal.take_prepared_launches(boot_id=self._launch_context.boot_id):
+            plan = try_decode_plan(body)
+            if plan is not None and record.job_id not in running:
+                self.live_jobs[record.job_id] = LocalJob(record, plan.directory)
+                self._interrupted_launches[record.job_id] = plan
+
+    async def continue_job_of_earlier_agent(self, job: LocalJob) -> None:
+        """Starts a job whose launch was interrupted, and reports the endpoint of a session. Never raises."""
+        plan = self._interrupted_launches.pop(job.job_id, None)
+        if plan is not None:
+            while not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
+                await self._clock.sleep(LEASE_POLL_INTERVAL_S)
+            await self._start_job(job, partial(_return_plan, plan))
+        elif job.is_session:
+            await self._report_executor_endpoint(job)
 
     def running_jobs(self) -> tuple[RunningJob, ...]:
         stuck = self._launcher.running_jobs_and_kill_errors()
@@ -188,7 +253,7 @@ class NodeJobs:
         return frozenset(
             gpu_id
             for job in self.live_jobs.values()
-            for gpu_id in job.launch.placement.gpu_ids
+            for gpu_id in job.gpu_ids
             if job.has_started
         )
 
@@ -206,7 +271,7 @@ class NodeJobs:
 
     def _gpu_ids_of_job(self, job_id: str) -> tuple[int, ...] | None:
         if job_id in self.live_jobs:
-            return self.live_jobs[job_id].launch.placement.gpu_ids
+            return self.live_jobs[job_id].gpu_ids
         record = self._unkillable_earlier_jobs.get(job_id)
         return None if record is None else record.gpu_ids
 
@@ -229,10 +294,15 @@ class NodeJobs:
             incarnation=launch.placement.incarnation,
             accepted_at=self._clock.wall_s(),
             gpu_ids=launch.placement.gpu_ids,
+            tenant=launch.tenant,
+            gpu_milli=launch.spec.resources.gpu_milli,
+            kind=launch.spec.kind,
+            has_deadman_timer=launch.has_deadman_timer,
+            boot_id=self._launch_context.boot_id,
         )
         earlier = self.unsettled_exits.pop(launch.job_id, None)
         # Listed before it is recorded: meanwhile its accelerators are in use.
-        job = self.live_jobs[launch.job_id] = LocalJob(launch, self._journal.job_dir(launch.job_id))
+        job = self.live_jobs[launch.job_id] = LocalJob(record, self._journal.job_dir(launch.job_id))
         try:
             await self._journal_writes.run_work(partial(self._journal.record_launch, record))
         except BaseException as error:
@@ -284,10 +354,10 @@ class NodeJobs:
         for gpu_id in launch.placement.gpu_ids:
             if stuck := self.describe_unkillable_processes_on_gpu(gpu_id):
                 return f"accelerator {gpu_id}: {stuck}"
-            others = [job.launch for job in self.live_jobs.values() if gpu_id in job.launch.placement.gpu_ids]
+            others = [job.record for job in self.live_jobs.values() if gpu_id in job.gpu_ids]
             if any(other.tenant != launch.tenant for other in others):
                 return f"a job of another tenant has not ended on accelerator {gpu_id} yet"
-            if sum(other.spec.resources.gpu_milli for other in others) + requested > FULL_MILLI:
+            if sum(other.gpu_milli for other in others) + requested > FULL_MILLI:
                 return f"{others[0].job_id} has not ended on accelerator {gpu_id} yet"
         return ""
 
@@ -323,13 +393,27 @@ class NodeJobs:
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def prepare_and_start_job(self, job: LocalJob) -> None:
+    async def prepare_and_start_job(self, job: LocalJob, launch: Launch) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
-        job_id = job.launch.job_id
-        try:
+
+        async def prepare() -> LaunchPlan:
             async with self._preparation_slots:
-                plan = await self._prepare_launch(job)
+                plan = await self._prepare_launch(job, launch)
+            # From the confirmation on, only this node can start the job: so must the next agent.
+            store = partial(self._journal.store_prepared_launch, job.record, encode_plan(plan))
+            await self._launch_context.offload(store, writes=True)
+            return plan
+
+        await self._start_job(job, prepare)
+
+    async def _start_job(self, job: LocalJob, prepare: Callable[[], Awaitable[LaunchPlan]]) -> None:
+        job_id = job.job_id
+        try:
+            plan = await prepare()
             await self._confirm_launch(job)
+            await self._launch_context.offload(
+                partial(self._journal.discard_prepared_launch, job_id, job.epoch)
+            )
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
@@ -343,17 +427,17 @@ class NodeJobs:
         except Exception:
             _log.exception("could not start job %s", job_id)
             self._record_failed_launch(job, "not started: internal error (see the log of the agent)")
-        if job.has_started and job.launch.spec.kind is JobKind.SESSION:
+        if job.has_started and job.is_session:
             await self._report_executor_endpoint(job)
 
-    async def _prepare_launch(self, job: LocalJob) -> LaunchPlan:
-        launch, context = job.launch, self._launch_context
+    async def _prepare_launch(self, job: LocalJob, launch: Launch) -> LaunchPlan:
+        context = self._launch_context
         env = preparation.job_environment(
             launch, base=context.base_env, node=context.get_node_info(), directory=job.directory
         )
         if launch.spec.workdir is not None:
             await self._fetch_and_unpack_workdir(job, launch.spec.workdir)
-        if launch.spec.kind is JobKind.SESSION:
+        if job.is_session:
             argv = await preparation.prepare_executor(
                 self._make_retrying_leader_call(job),
                 launch,
@@ -378,6 +462,8 @@ class NodeJobs:
             grace_s=self._config.stop_grace_s,
             deadman_grace_s=self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s),
             has_deadman_timer=launch.has_deadman_timer,
+            record=job.record,
+            socket_path=self._journal.shim_socket_path(launch.job_id, job.epoch),
         )
 
     async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:
@@ -409,9 +495,9 @@ class NodeJobs:
         # would miss a running job in it.
         await self._no_heartbeat_in_flight.wait()
         confirmation = ConfirmLaunch(
-            job_id=job.launch.job_id,
+            job_id=job.job_id,
             epoch=job.epoch,
-            incarnation=self._journal.incarnation,
+            incarnation=job.record.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
         # If the reply was lost, a job without a dead-man timer counts as running until the node returns. So
@@ -435,7 +521,7 @@ class NodeJobs:
                 except GenieError as error:
                     if not error.retryable or self._clock.monotonic_s() > deadline_s:
                         raise
-                    _log.info("retrying a request to the controller for job %s: %s", job.launch.job_id, error)
+                    _log.info("retrying a request to the controller for job %s: %s", job.job_id, error)
                     has_waited = isinstance(error, WorkersMissingError)  # at the controller
                     backoff_s = LEADER_CALL_BACKOFF_S_MIN if has_waited else backoff_s
                     wait_s = max(backoff_s, error.retry_after_s)
@@ -455,7 +541,7 @@ class NodeJobs:
 
     async def _report_executor_endpoint(self, job: LocalJob) -> None:
         """Waits until the executor listens, then reports its address to the controller. Never raises."""
-        job_id = job.launch.job_id
+        job_id = job.job_id
         try:
             port = await self._wait_for_executor_port(job)
             if port is None:
@@ -485,7 +571,7 @@ class NodeJobs:
         """Returns the executor's port; None if it ended first."""
         started_s = self._clock.monotonic_s()
         pause_s = 0.01
-        while self.live_jobs.get(job.launch.job_id) is job:
+        while self.live_jobs.get(job.job_id) is job:
             port = await self._launch_context.offload(partial(preparation.read_executor_port, job.directory))
             if port is not None:
                 return port
@@ -512,10 +598,10 @@ class NodeJobs:
 
     def _record_failed_launch(self, job: LocalJob, reason: str, *, is_caused_by_node: bool = False) -> None:
         reason = reason[:EXIT_REASON_CHARS_MAX]
-        _log.warning("job %s failed: %s", job.launch.job_id, reason)
+        _log.warning("job %s failed: %s", job.job_id, reason)
         self._record_exit(
             ExitReport(
-                job_id=job.launch.job_id,
+                job_id=job.job_id,
                 epoch=job.epoch,
                 exit_code=None,
                 reason=reason,
@@ -539,6 +625,7 @@ class NodeJobs:
         self._request_heartbeat()
 
     def _write_exit_to_journal(self, report: ExitReport) -> None:
+        self._journal.discard_prepared_launch(report.job_id, report.epoch)
         preparation.remove_executor_secrets(self._journal.job_dir(report.job_id))
         self._journal.discard_temporary_files(report.job_id)
         if self._journal.read_exit_report(report.job_id) is None:
@@ -546,7 +633,7 @@ class NodeJobs:
 
     def _needs_executor_status(self, report: ExitReport) -> bool:
         job = self.live_jobs.get(report.job_id)
-        if job is None or job.launch.spec.kind is not JobKind.SESSION or not report.exit_code:
+        if job is None or not job.is_session or not report.exit_code:
             return False
         return job.endpoint is None or report.exit_code == CLIENT_LOST_EXIT_CODE
 
@@ -584,3 +671,7 @@ class NodeJobs:
         finished = self._journal.finished_run_directories(live_job_ids)
         sizes = {path: job_files.try_measure_run_directory(path, known.get(path)) for path in finished}
         return {path: size for path, size in sizes.items() if size is not None}
+
+
+async def _return_plan(plan: LaunchPlan) -> LaunchPlan:
+    return plan

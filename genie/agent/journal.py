@@ -20,8 +20,9 @@ import msgspec
 from genie.agent import job_files
 from genie.agent.job_files import RunDirectorySize
 from genie.errors import AgentRunningError, FencedError, StoreCorruptError, StoreFullError
+from genie.model.allocation import FULL_MILLI
 from genie.model.fencing import describe_token
-from genie.model.job import RUNS_KEPT
+from genie.model.job import RUNS_KEPT, JobKind
 from genie.model.messages import ExitReport
 from genie.model.names import validate_name
 from genie.processes import files
@@ -33,12 +34,18 @@ EXIT_REASON_CHARS_MAX = 600
 AGENT_LOCK_FILE = "agent.lock"
 LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
+PREPARED_LAUNCHES_DIR = "prepared"
+"""Has a file for each job that is prepared and whose start was not attempted yet. The files are not synced, so
+this holds only until the machine is restarted."""
+SHIM_SOCKETS_DIR = "shims"
+"""Has a socket for each running job, at which the next agent of the node connects to its shim."""
 _DISCARDED_NAME_PREFIX = "."
 _EARLIER_RUNS_DIR = "earlier"
 
 
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted launch, whether or not it has started."""
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An accepted launch, whether or not it has started. The shim of the job has a copy in its memory, which
+    the job cannot damage; a later agent that adopts the job uses that one."""
 
     job_id: str
     epoch: int
@@ -46,6 +53,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     accepted_at: float
     gpu_ids: tuple[int, ...] | None = None
     """None if unknown: written by an older version."""
+    tenant: str = ""
+    gpu_milli: int = FULL_MILLI
+    kind: JobKind = JobKind.COMMAND
+    has_deadman_timer: bool = True
+    boot_id: str = ""
+    """The boot of the machine in which the launch was accepted; empty if unknown."""
 
 
 class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +155,44 @@ class Journal:
     def job_dir(self, job_id: str) -> Path:
         """The directory of a job. Raises NameInvalidError for an ID that could be another path."""
         return self.jobs_dir / validate_name(job_id, what="job ID")
+
+    def shim_socket_path(self, job_id: str, epoch: int) -> Path:
+        return self.node_dir / SHIM_SOCKETS_DIR / f"{job_id}.{epoch}"
+
+    def store_prepared_launch(self, record: JobRecord, plan: bytes) -> None:
+        """Keeps what is needed to start a job until `discard_prepared_launch`. Raises StoreFullError."""
+        path = self._prepared_launch_path(record.job_id, record.epoch)
+        files.make_private_directory(path.parent)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(plan)
+        except OSError as error:
+            raise StoreFullError(
+                f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
+            ) from error
+
+    def discard_prepared_launch(self, job_id: str, epoch: int) -> None:
+        """Call before the start of the job. Raises OSError."""
+        self._prepared_launch_path(job_id, epoch).unlink(missing_ok=True)
+
+    def take_prepared_launches(self, *, boot_id: str) -> list[tuple[JobRecord, bytes]]:
+        """Launches of this boot that were prepared but neither started nor ended. Removes all others."""
+        found = []
+        for path in sorted((self.node_dir / PREPARED_LAUNCHES_DIR).glob("*")):
+            job_id, _, epoch = path.name.rpartition(".")
+            record = self.read_job_record(job_id)
+            has_ended = any(
+                job_files.path_exists(self.job_dir(job_id) / name) for name in ("exit.json", "settled.json")
+            )
+            if record is not None and (str(record.epoch), record.boot_id) == (epoch, boot_id) and not has_ended:
+                found.append((record, path.read_bytes()))
+            else:
+                job_files.try_unlink(path)
+        return found
+
+    def _prepared_launch_path(self, job_id: str, epoch: int) -> Path:
+        return self.node_dir / PREPARED_LAUNCHES_DIR / f"{job_id}.{epoch}"
 
     def read_job_record(self, job_id: str) -> JobRecord | None:
         try:

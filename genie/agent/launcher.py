@@ -1,8 +1,8 @@
 """Starts and ends the processes of jobs: the `JobLauncher` protocol and `ShimLauncher`.
 
-`ShimLauncher` runs each job under a shim (shim.py), which it controls over a socket pair. A job has ended
-when all of its processes have (leftovers.py). genie/sim has a launcher without processes. Preparing a job is
-preparation.py's task.
+`ShimLauncher` runs each job under a shim (shim.py), which it controls over a connection. It adopts the shims
+of an earlier agent (adoption.py). A job has ended when all of its processes have (leftovers.py). genie/sim has
+a launcher without processes. Preparing a job is preparation.py's task.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +26,19 @@ from typing import Protocol
 
 import msgspec
 
-from genie.agent import job_files, leftovers, shim
-from genie.agent.journal import AGENT_LOCK_FILE, parse_exit_record
+from genie.agent import adoption, job_files, leftovers, shim
+from genie.agent.adoption import AdoptedJob, ShimConnection
+from genie.agent.journal import (
+    AGENT_LOCK_FILE,
+    SHIM_SOCKETS_DIR,
+    JobRecord,
+    parse_exit_record,
+)
 from genie.agent.leftovers import JOB_DIR_VARIABLE, JobProcesses
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.processes import cgroups, files, process_table
+from genie.processes.process_identity import ProcessIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +48,7 @@ SHIM_KILL_TIMEOUT_S = 1.0
 KILL_RETRY_INTERVAL_S = 1.0
 """Interval at which processes that could not be killed are killed again."""
 LAUNCHER_THREADS_MAX = 4
+_ADOPTED_SHIM_POLL_INTERVAL_S = 0.01
 _LOG_FILE_PATTERN = re.compile(r"[0-9]{1,20}\.log")
 
 
@@ -60,14 +68,35 @@ class LaunchPlan:
     deadman_grace_s: float
     has_deadman_timer: bool = True
     """Without it, the job runs until it ends or is killed, also without an agent."""
+    record: JobRecord | None = None
+    socket_path: Path | None = None
+    """Where the next agent of the node connects to the shim. The job can only be adopted with this and
+    `record`."""
+
+
+def encode_plan(plan: LaunchPlan) -> bytes:
+    """Encodes the plan for an agent of this release or of another one."""
+    return msgspec.msgpack.encode(plan, enc_hook=str)
+
+
+def try_decode_plan(body: bytes) -> LaunchPlan | None:
+    """Returns None if another release has written it, or only a part of it was written."""
+    try:
+        return msgspec.msgpack.decode(body, type=LaunchPlan, dec_hook=lambda kind, value: kind(value))
+    except (msgspec.DecodeError, RecursionError) as error:
+        _log.warning("ignoring a prepared launch: %s", error)
+        return None
 
 
 class JobLauncher(Protocol):
     """Starts and ends jobs. A job with a dead-man timer ends by itself unless it is refreshed in time."""
 
-    def kill_leftovers(self, jobs_dir: Path) -> int:
-        """Kills processes of an earlier agent; returns their number. `running_jobs_and_kill_errors` lists
-        jobs with survivors."""
+    def adopt_jobs_and_kill_leftovers(
+        self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
+    ) -> tuple[list[AdoptedJob], int]:
+        """Takes over the jobs of an earlier agent that `may_adopt` accepts; kills all of its other processes
+        and returns their number. `running_jobs_and_kill_errors` then lists adopted jobs, and jobs with
+        survivors. Blocks."""
         ...
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
@@ -87,7 +116,7 @@ class JobLauncher(Protocol):
     def running_jobs_and_kill_errors(self) -> dict[str, str]:
         """All jobs that have a process, with the reason why it cannot be killed; empty if there is none.
 
-        Includes jobs of an earlier agent, for which there is no exit report.
+        Includes jobs of an earlier agent that were not adopted, for which there is no exit report.
         """
         ...
 
@@ -101,16 +130,23 @@ class JobLauncher(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases running jobs: their dead-man timers end them, or the next agent of the node does."""
+        """Releases running jobs: the next agent of the node adopts them, unless their dead-man timers end them
+        before."""
         ...
 
 
 @dataclass
 class _RunningShim:
-    plan: LaunchPlan
-    process: subprocess.Popen[bytes]
+    job_id: str
+    epoch: int
+    directory: Path
+    grace_s: float
+    has_deadman_timer: bool
     control_socket: socket.socket
     processes: JobProcesses
+    process: subprocess.Popen[bytes] | ProcessIdentity
+    """An adopted shim is not a child of this process."""
+    socket_path: Path | None = None
     received_bytes: bytes = b""
     kill_reason: str = ""
     """Reason of the kill request; empty if none was sent."""
@@ -120,10 +156,6 @@ class _RunningShim:
     is_being_killed: bool = False
     unkillable_reason: str = ""
     """Which processes could not be killed; empty if none."""
-
-    @property
-    def job_id(self) -> str:
-        return self.plan.job_id
 
 
 @dataclass
@@ -156,12 +188,60 @@ class ShimLauncher:
         self._kill_thread_pool = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-ends")
         self._is_closed = False
 
-    def kill_leftovers(self, jobs_dir: Path) -> int:
+    def adopt_jobs_and_kill_leftovers(
+        self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
+    ) -> tuple[list[AdoptedJob], int]:
+        adopted, rejected = [], {}
+        for connection in adoption.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
+            record = connection.greeting.job
+            if record.job_id not in self._shims and may_adopt(record):
+                self._adopt_shim(connection, jobs_dir / record.job_id)
+                adopted.append(connection.greeting.as_adopted_job())
+            else:
+                _log.error("ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch)
+                rejected[connection.greeting.shim_process] = record.job_id
+                connection.control_socket.close()
+                connection.socket_path.unlink(missing_ok=True)
+        return adopted, self._kill_leftovers(jobs_dir, rejected)
+
+    def _adopt_shim(self, connection: ShimConnection, directory: Path) -> None:
+        greeting = connection.greeting
+        job_id, group = greeting.job.job_id, greeting.group
+        self._shims[job_id] = _RunningShim(
+            job_id,
+            greeting.job.epoch,
+            directory,
+            greeting.grace_s,
+            has_deadman_timer=greeting.until_s is not None,
+            control_socket=connection.control_socket,
+            processes=JobProcesses(
+                directory,
+                control_groups={group: job_id} if group else {},
+                recorded_processes={greeting.shim_process: job_id},
+            ),
+            process=greeting.shim_process,
+            socket_path=connection.socket_path,
+            received_bytes=connection.received_bytes,
+            kill_reason=greeting.end_reason,
+            kill_sent_s=time.monotonic(),
+            kill_grace_s=greeting.kill_in_s,
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_reader(connection.control_socket, self._on_control_socket_readable, job_id)
+
+    def _kill_leftovers(self, jobs_dir: Path, rejected_shims: leftovers.JobIdByProcess) -> int:
+        """Kills processes of an earlier agent whose jobs were not adopted; returns their number."""
         record = jobs_dir.parent / leftovers.CONTROL_GROUPS_FILE
         parents = leftovers.read_recorded_control_groups(record) | (
             {self._control_group} if self._control_group else set()
         )
-        left = _find_leftovers(jobs_dir, parents)
+        left = _find_leftovers(
+            jobs_dir,
+            parents,
+            adopted_groups={group for each in self._shims.values() for group in each.processes.control_groups},
+            adopted_job_ids=frozenset(self._shims),
+        )
+        left.recorded_processes |= rejected_shims
         groups = left.control_groups
         count, survivors = left.kill_all_processes()
         for job_id in set(survivors.values()):
@@ -199,14 +279,14 @@ class ShimLauncher:
         line = b"r %.6f\n" % deadman_expiry_s
         for running_shim in self._shims.values():
             # A stopped shim that does not read misses this refresh; a later one supersedes it.
-            if running_shim.plan.has_deadman_timer and not running_shim.unsent_bytes:
+            if running_shim.has_deadman_timer and not running_shim.unsent_bytes:
                 self._send_control_line(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
         running_shim = self._shims.get(job_id)
         if running_shim is None:
             return
-        grace_s = running_shim.plan.grace_s if grace_s is None else grace_s
+        grace_s = running_shim.grace_s if grace_s is None else grace_s
         if not running_shim.kill_reason or grace_s < running_shim.kill_grace_s:
             running_shim.kill_reason = running_shim.kill_reason or reason
             running_shim.kill_sent_s, running_shim.kill_grace_s = time.monotonic(), grace_s
@@ -235,7 +315,7 @@ class ShimLauncher:
         for running_shim in self._shims.values():
             asyncio.get_running_loop().remove_reader(running_shim.control_socket)
             running_shim.control_socket.close()
-            _reap_or_abandon_process(running_shim.process, timeout_s=0.0)
+            _wait_for_or_abandon_process(running_shim.process, timeout_s=0.0)
         for ending in self._ending_jobs.values():
             if ending.retry_timer is not None:
                 ending.retry_timer.cancel()
@@ -262,8 +342,13 @@ class ShimLauncher:
             cgroups.create(group)
         ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                process = _spawn_shim(plan, theirs.fileno(), deadman_expiry_s, group=group)
+            with theirs, contextlib.ExitStack() as stack:
+                listen_fd = -1
+                if plan.socket_path is not None:
+                    listen_fd = stack.enter_context(adoption.listen(plan.socket_path)).fileno()
+                process = _spawn_shim(
+                    plan, theirs.fileno(), deadman_expiry_s, listen_fd=listen_fd, group=group
+                )
         except BaseException:
             ours.close()
             if group:
@@ -275,7 +360,17 @@ class ShimLauncher:
             control_groups={group: plan.job_id} if group else {},
             find_orphans=partial(self._find_orphans_of_job, plan.job_id),
         )
-        return _RunningShim(plan, process, ours, processes)
+        return _RunningShim(
+            plan.job_id,
+            plan.epoch,
+            plan.directory,
+            plan.grace_s,
+            plan.has_deadman_timer,
+            ours,
+            processes,
+            process,
+            plan.socket_path,
+        )
 
     def _find_orphans_of_job(self, job_id: str) -> leftovers.JobIdByProcess:
         """Adopted processes. They belong to a job whose shim has ended without ending them."""
@@ -377,21 +472,37 @@ def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
     return count - len(survivors)
 
 
-def _find_leftovers(jobs_dir: Path, parent_groups: set[str]) -> JobProcesses:
-    """The processes of all jobs of a node."""
+def _find_leftovers(
+    jobs_dir: Path,
+    parent_groups: set[str],
+    *,
+    adopted_groups: Collection[str] = (),
+    adopted_job_ids: frozenset[str] = frozenset(),
+) -> JobProcesses:
+    """The processes of all jobs of a node that were not adopted."""
     groups = {
-        path: _job_id_of_control_group(path) for parent in parent_groups for path in cgroups.children(parent)
+        path: _job_id_of_control_group(path)
+        for parent in parent_groups
+        for path in cgroups.children(parent)
+        if path not in adopted_groups
     }
     job_dirs = {path.parent for name in ("started", "exit") for path in jobs_dir.glob(f"*/{name}.json")}
     known = {
-        mark: job_dir.name for job_dir in job_dirs for mark in leftovers.read_recorded_processes(job_dir)
+        mark: job_dir.name
+        for job_dir in job_dirs
+        if job_dir.name not in adopted_job_ids
+        for mark in leftovers.read_recorded_processes(job_dir)
     }
-    return JobProcesses(jobs_dir, control_groups=groups, recorded_processes=known)
+    return JobProcesses(
+        jobs_dir, control_groups=groups, recorded_processes=known, excluded_job_ids=adopted_job_ids
+    )
 
 
 def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) -> str:
     """Reads the exit record, and kills what the shim has left. Returns why the job has not ended."""
-    _reap_or_abandon_process(ended_shim.process, timeout_s=1.0)
+    _wait_for_or_abandon_process(ended_shim.process, timeout_s=SHIM_KILL_TIMEOUT_S)
+    if ended_shim.socket_path is not None:
+        ended_shim.socket_path.unlink(missing_ok=True)
     try:
         ending.exit_report = parse_exit_record(ended_shim.received_bytes)
         survivors = leftovers.parse_survivors(ended_shim.received_bytes)
@@ -403,7 +514,7 @@ def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) 
     except msgspec.DecodeError:
         ending.exit_report = _read_exit_report(ended_shim)
         ended_shim.processes.recorded_processes |= dict.fromkeys(
-            leftovers.read_recorded_processes(ended_shim.plan.directory), ended_shim.job_id
+            leftovers.read_recorded_processes(ended_shim.directory), ended_shim.job_id
         )
     return _kill_and_describe_survivors(ending, timeout_s=SHIM_KILL_TIMEOUT_S)
 
@@ -417,7 +528,7 @@ def _kill_and_describe_survivors(ending: _EndingJob, *, timeout_s: float) -> str
 
 
 def _kill_shim_and_describe_survivors(running_shim: _RunningShim) -> str:
-    directory, job_id = running_shim.plan.directory, running_shim.job_id
+    directory, job_id = running_shim.directory, running_shim.job_id
     running_shim.processes.recorded_processes |= dict.fromkeys(
         leftovers.read_recorded_processes(directory), job_id
     )
@@ -428,14 +539,14 @@ def _kill_shim_and_describe_survivors(running_shim: _RunningShim) -> str:
 def _read_exit_report(ended_shim: _RunningShim) -> ExitReport:
     """The exit record from the file, or one for a shim that has not written any."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return parse_exit_record(job_files.read_small_file(ended_shim.plan.directory / "exit.json"))
+        return parse_exit_record(job_files.read_small_file(ended_shim.directory / "exit.json"))
     _log.error("the shim of %s exited without an exit record; killing its job", ended_shim.job_id)
     return ExitReport(
         job_id=ended_shim.job_id,
-        epoch=ended_shim.plan.epoch,
+        epoch=ended_shim.epoch,
         exit_code=None,
         reason=ended_shim.kill_reason or "ended by Genie: the shim exited unexpectedly",
-        ended_at=_modified_time_s(ended_shim.plan.directory),
+        ended_at=_modified_time_s(ended_shim.directory),
     )
 
 
@@ -444,11 +555,19 @@ def _kill_shim_of_cancelled_start(starting: asyncio.Future[_RunningShim]) -> Non
     if not starting.cancelled() and starting.exception() is None:
         new = starting.result()
         new.control_socket.close()
+        assert isinstance(new.process, subprocess.Popen)
         new.process.kill()
-        _reap_or_abandon_process(new.process, timeout_s=0.1)
+        _wait_for_or_abandon_process(new.process, timeout_s=0.1)
 
 
-def _reap_or_abandon_process(process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
+def _wait_for_or_abandon_process(
+    process: subprocess.Popen[bytes] | ProcessIdentity, *, timeout_s: float
+) -> None:
+    if isinstance(process, ProcessIdentity):
+        deadline_s = time.monotonic() + timeout_s
+        while process.is_alive and time.monotonic() < deadline_s:
+            time.sleep(_ADOPTED_SHIM_POLL_INTERVAL_S)
+        return
     try:
         process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -486,7 +605,7 @@ def _try_receive_nowait(control: socket.socket) -> bytes | None:
 
 
 def _spawn_shim(
-    plan: LaunchPlan, control_fd: int, deadman_expiry_s: float, *, group: str
+    plan: LaunchPlan, control_fd: int, deadman_expiry_s: float, *, listen_fd: int, group: str
 ) -> subprocess.Popen[bytes]:
     config = {
         "job_id": plan.job_id,
@@ -503,6 +622,8 @@ def _spawn_shim(
         "exit_path": str(plan.directory / "exit.json"),
         "started_path": str(plan.directory / "started.json"),
         "control_fd": control_fd,
+        "listen_fd": listen_fd,
+        "job": None if plan.record is None else msgspec.to_builtins(plan.record),
         "group": group,
     }
     path = plan.directory / "shim.json"
@@ -515,7 +636,7 @@ def _spawn_shim(
             stdout=log,
             stderr=log,
             env={JOB_DIR_VARIABLE: str(plan.directory)},
-            pass_fds=(control_fd,),
+            pass_fds=[fd for fd in (control_fd, listen_fd) if fd >= 0],
             cwd="/",
             start_new_session=True,
         )

@@ -50,6 +50,8 @@ class JobProcesses:
     """Processes that are known already, such as those of the start record, with the IDs of their jobs."""
     find_orphans: Callable[[], JobIdByProcess] = dict
     """Returns adopted processes that belong to these jobs."""
+    excluded_job_ids: frozenset[str] = frozenset()
+    """Jobs below `directory` that go on."""
 
     def has_process_in_group(self) -> bool:
         """Whether a control group has a process."""
@@ -86,11 +88,11 @@ class JobProcesses:
                 _log.info("could not remove the control group %s", path)
 
     def _find_processes(self) -> JobIdByProcess:
-        found = (
-            self.recorded_processes
-            | _find_processes_by_job_dir_variable(self.directory)
-            | self.find_orphans()
-        )
+        found = dict(self.recorded_processes)
+        for mark, job_id in _find_processes_by_job_dir_variable(self.directory).items():
+            if job_id not in self.excluded_job_ids:
+                found[mark] = job_id
+        found |= self.find_orphans()
         for path, job_id in self.control_groups.items():
             found |= {ProcessIdentity(pid, start): job_id for pid, start in cgroups.processes(path).items()}
         # Never this process nor its children: a job can write anything into its start record.

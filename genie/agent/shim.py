@@ -7,8 +7,10 @@ CONFIG.json`, in its own session, and imports only the standard library, process
 processes/cgroups.py, so that it starts fast and does not depend on files that may be upgraded meanwhile. The
 job is in a control group, if the agent has created one; the shim is not.
 
-On the control socket the agent sends lines: `r UNTIL` (may run until UNTIL, monotonic clock) and
-`k ["REASON", GRACE_S]` (end it). The shim replies with one line, the exit record, and closes the socket.
+On the control connection the agent sends lines: `r UNTIL` (may run until UNTIL, monotonic clock) and
+`k ["REASON", GRACE_S]` (end it). The shim replies with one line, the exit record, and closes the connection.
+The first connection is inherited. The next agent of the node connects to the listening socket (adoption.py);
+the shim then sends a greeting, and uses that connection instead of the earlier one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +36,10 @@ else:  # started as a file, isolated from Genie's own path
     process_table = importlib.import_module("process_table")
     cgroups = importlib.import_module("cgroups")
 
+CONTROL_VERSION = 1
+"""Version of the control connection: of its greeting, lines and exit record."""
+CONTROL_VERSION_OLDEST = 1
+"""The oldest version that this release understands; its shims and agents use the highest common one."""
 OUTPUT_READ_BYTES = 65536
 CONTROL_LINE_BYTES_MAX = 65536
 EXIT_RECORD_RESERVED_BYTES = 4096
@@ -115,6 +122,11 @@ class Shim:
     def __init__(self, config: dict[str, Any]) -> None:  # Any: JSON, read key by key below
         self._config = config
         self._control_fd = int(config["control_fd"])
+        # An agent that runs while its files are upgraded may write the configuration of an earlier release.
+        listen_fd = int(config.get("listen_fd", -1))
+        self._listening_socket = socket.socket(fileno=listen_fd) if listen_fd >= 0 else None
+        if self._listening_socket is not None:
+            self._listening_socket.setblocking(False)
         self._control_group = str(config["group"])
         self._job_log = RotatingJobLog(
             config["log_dir"], file_bytes_max=config["log_bytes_max"], files_max=config["log_files_max"]
@@ -122,6 +134,7 @@ class Shim:
         until_s = config["until_s"]  # None if the job has no dead-man timer
         self._deadman_expiry_s = math.inf if until_s is None else _monotonic_to_boot_s(float(until_s))
         self._job_process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
         self._output_fd = -1
         self._job_wait_status: int | None = None
         self._partial_control_line = b""
@@ -149,6 +162,7 @@ class Shim:
             return
         finally:
             os.close(output)
+        self._started_s = time.monotonic()
         self._write_start_record(self._job_process.pid)
         while self._job_wait_status is None:
             self._handle_events_once()
@@ -200,15 +214,18 @@ class Shim:
 
     def _handle_events_once(self) -> None:
         poll = select.poll()
-        for fd in (self._signal_read_fd, self._control_fd, self._output_fd):
+        listen_fd = -1 if self._listening_socket is None else self._listening_socket.fileno()
+        for fd in (self._signal_read_fd, self._control_fd, self._output_fd, listen_fd):
             if fd >= 0:
                 poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(max(0.0, self._poll_timeout_s()) * 1000 + 1):
             if fd == self._signal_read_fd:
                 self._read_signals()
+            elif fd == listen_fd:
+                self._accept_connections()
             elif fd == self._control_fd:
                 self._read_control_lines()
-            else:
+            elif fd == self._output_fd:
                 self._read_output()
         self._reap_children()
         self._enforce_deadlines()
@@ -277,6 +294,39 @@ class Shim:
         self._partial_control_line = self._partial_control_line[-CONTROL_LINE_BYTES_MAX:]
         for line in lines:
             self._handle_control_line(line)
+
+    def _accept_connections(self) -> None:
+        """Accepts the connection of the next agent of this node; it replaces that of the earlier one."""
+        while self._listening_socket is not None:
+            try:
+                connection, _ = self._listening_socket.accept()
+            except OSError:  # no further connection
+                return
+            connection.setblocking(False)
+            if self._control_fd >= 0:
+                self._read_control_lines()  # what the earlier agent sent before it ended
+            if self._control_fd >= 0:
+                os.close(self._control_fd)
+            self._control_fd, self._partial_control_line = connection.detach(), b""
+            try:
+                os.write(self._control_fd, json.dumps(self._greeting()).encode() + b"\n")
+            except OSError:
+                pass  # closed again; the next read says so
+
+    def _greeting(self) -> dict[str, Any]:  # Any: JSON
+        remaining_s = self._deadman_remaining_s()
+        return {
+            "version": CONTROL_VERSION,
+            "oldest_version": CONTROL_VERSION_OLDEST,
+            "job": self._config.get("job"),
+            "shim": [os.getpid(), process_table.start_mark(os.getpid())],
+            "group": self._control_group,
+            "grace_s": self._config["grace_s"],
+            "started_s": self._started_s,
+            "until_s": None if math.isinf(remaining_s) else time.monotonic() + remaining_s,
+            "end_reason": self._end_reason,
+            "kill_in_s": max(self._kill_deadline_s - time.monotonic(), 0.0),
+        }
 
     def _handle_control_line(self, line: bytes) -> None:
         order, _, rest = line.partition(b" ")
@@ -354,6 +404,7 @@ class Shim:
                     os.read(self._signal_read_fd, 512)
                 else:
                     self._read_output()
+            self._accept_connections()
 
     def _drain_output(self) -> None:
         deadline = time.monotonic() + OUTPUT_DRAIN_TIMEOUT_S
@@ -387,6 +438,7 @@ class Shim:
             _write_exit_record(self._exit_record_fd, self._config["exit_path"], data)
         except OSError as error:
             sys.stderr.write(f"could not write the exit record: {error}\n")
+        self._accept_connections()
         if self._control_fd >= 0:
             try:
                 os.write(self._control_fd, data + b"\n")

@@ -128,6 +128,7 @@ class SimCluster:
         self._actors: dict[str, _RunningProgram] = {}
         self._stores: dict[str, MemoryStore] = {}
         self._stopping: dict[str, list[asyncio.Task[None]]] = {}
+        self._power_offs: Counter[str] = Counter()
         self._crashes: dict[str, list[float]] = {}
         """Times by host."""
         self.faults: list[FaultWindow] = []
@@ -291,6 +292,7 @@ class SimCluster:
                 facts=lambda: HostFacts(
                     cpus=8.0, memory_total_bytes=1 << 34, memory_used_bytes=0, hostname=host
                 ),
+                boot_id=f"boot-{self._power_offs[host]}",
                 gossip=self._make_gossip_support(host, NODE_GOSSIP_PORT),
             )
             try:
@@ -322,6 +324,7 @@ class SimCluster:
         if actor.launcher is not None:
             actor.launcher.is_agent_dead = True
         if power_off:
+            self._power_offs[host] += 1
             self.machines.power_off(host)
             self.world.set_power(host, is_on=False)
         if host in self._stores:

@@ -3,20 +3,22 @@
 `SimMachines` knows the true state, which controllers and agents cannot see. Overallocated accelerators and
 duplicate jobs are recorded in `violations` (the code under test could catch an exception). `SimLauncher` is
 the launcher of an agent. Its processes end by themselves, by request, or when the dead-man timer expires, and
-write an exit record as the real shim does.
+write an exit record as the real shim does. They go on when the agent is killed; the next agent adopts them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from genie.agent.adoption import AdoptedJob
 from genie.agent.jobs import CONTACT_LOST_REASON
+from genie.agent.journal import JobRecord
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_worker_name
@@ -40,6 +42,9 @@ class SimProcess:
     job_id: str
     epoch: int
     directory: Path
+    record: JobRecord
+    started_s: float
+    """Time of its start, by the clock of the node."""
     ends_at_s: float
     deadman_expiry_s: float
     """Expiry of the dead-man timer, by the clock of the node; infinite without one."""
@@ -167,10 +172,16 @@ class SimMachines:
         else:
             self._end_process(process)
 
-    def kill_leftovers(self, node_id: str) -> int:
-        """End the processes of an earlier agent, except those that cannot be killed. Return their number."""
+    def kill_leftovers(self, node_id: str, *, adopted: Collection[SimProcess]) -> int:
+        """End the processes of an earlier agent, except those that were adopted or cannot be killed. Return
+        their number."""
         count = 0
         for process in self.live_processes(node_id):
+            if process in adopted:
+                continue
+            if not process.termination_reason:
+                process.termination_reason = "killed as a leftover"
+                self._call_termination_callbacks(process)
             if process.unkillable_s:
                 process.survives_sigkill_until_s = (
                     process.survives_sigkill_until_s or self._world.now_s + process.unkillable_s
@@ -217,14 +228,21 @@ class SimLauncher:
         machines.exit_callbacks.append(self._on_process_exit)
         self.is_agent_dead = False
 
-    def kill_leftovers(self, jobs_dir: Path) -> int:
-        count = self._machines.kill_leftovers(self._host)
-        self._leftovers = self._machines.live_processes(self._host)
-        return count
+    def adopt_jobs_and_kill_leftovers(
+        self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
+    ) -> tuple[list[AdoptedJob], int]:
+        live = self._machines.live_processes(self._host)
+        has_shim = [process for process in live if process.survives_sigkill_until_s is None]
+        adopted = [process for process in has_shim if may_adopt(process.record)]
+        self._process_by_job = {process.job_id: process for process in adopted}
+        count = self._machines.kill_leftovers(self._host, adopted=adopted)
+        self._leftovers = [process for process in live if process.is_alive and process not in adopted]
+        return [_make_adopted_job(process) for process in adopted], count
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         if self.is_agent_dead:
             return
+        assert plan.record is not None
         seconds = float(plan.env.get(DURATION_ENV_VARIABLE, "1"))
         gpus = plan.env.get("GENIE_JOB_GPUS", "")
         process = SimProcess(
@@ -233,6 +251,8 @@ class SimLauncher:
             job_id=plan.job_id,
             epoch=plan.epoch,
             directory=plan.directory,
+            record=plan.record,
+            started_s=SimClock(self._world, self._host).monotonic_s(),
             ends_at_s=self._world.now_s + seconds,
             deadman_expiry_s=deadman_expiry_s if plan.has_deadman_timer else float("inf"),
             grace_s=plan.grace_s,
@@ -282,6 +302,15 @@ class SimLauncher:
     def _on_process_exit(self, process: SimProcess) -> None:
         if self._process_by_job.get(process.job_id) is process:
             self._has_exits.set()
+
+
+def _make_adopted_job(process: SimProcess) -> AdoptedJob:
+    return AdoptedJob(
+        record=process.record,
+        started_s=process.started_s,
+        deadman_expiry_s=process.deadman_expiry_s if process.has_deadman_timer else None,
+        kill_reason=process.termination_reason,
+    )
 
 
 def _why_unkillable(process: SimProcess) -> str:

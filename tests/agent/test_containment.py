@@ -154,14 +154,15 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
     earlier = ShimLauncher(cgroup_path)
-    earlier.kill_leftovers(tmp_path / "jobs")
+    earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
     await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _wait_for_escaped_process(plan)
     _abandon_shim(earlier)
     (plan.work_dir / "go").touch()
     await until(lambda: list(cgroups.processes(cgroup_path)) == [stray.pid], what="only the stray is left")
     elsewhere = ShimLauncher(None)
-    assert elsewhere.kill_leftovers(tmp_path / "jobs") >= 1, "the group of the earlier agent is recorded"
+    _, count = elsewhere.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    assert count >= 1, "the group of the earlier agent is recorded"
     assert not stray.is_alive
     assert elsewhere.running_jobs_and_kill_errors() == {}
     elsewhere.close()

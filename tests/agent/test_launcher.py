@@ -46,7 +46,7 @@ def test_exit_is_received_if_the_shim_left_a_line_unread(
 ) -> None:
     ends: list[int] = []
 
-    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, *, group: str) -> subprocess.Popen[bytes]:
+    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, **_: object) -> subprocess.Popen[bytes]:
         ends.append(os.dup(control_fd))
         return subprocess.Popen(["true"])
 
@@ -107,7 +107,7 @@ def test_exit_is_reported_after_the_end_of_processes_that_the_shim_could_not_kil
 ) -> None:
     ends: list[int] = []
 
-    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, *, group: str) -> subprocess.Popen[bytes]:
+    def spawn(plan: LaunchPlan, control_fd: int, until_s: float, **_: object) -> subprocess.Popen[bytes]:
         ends.append(os.dup(control_fd))
         return subprocess.Popen(["true"])
 
@@ -133,7 +133,10 @@ def test_new_agent_kills_processes_that_a_shim_could_not_kill(tmp_path: Path) ->
     async def end_leftovers() -> int:
         shims = ShimLauncher()
         try:
-            return shims.kill_leftovers(tmp_path / "jobs")
+            _, count = shims.adopt_jobs_and_kill_leftovers(
+                tmp_path / "jobs", may_adopt=lambda record: True
+            )
+            return count
         finally:
             shims.close()
 

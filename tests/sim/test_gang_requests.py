@@ -11,6 +11,7 @@ from genie.agent.jobs import CONFIRM_WAIT_FOR_WORKERS_S, LocalJob, NodeJobs
 from genie.agent.launcher import LaunchPlan
 from genie.config import AgentConfig
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
+from genie.model.messages import Launch
 from genie.sim import loop
 from genie.sim.cluster import SimCluster
 
@@ -25,10 +26,10 @@ def test_each_worker_of_a_waiting_gang_sends_one_request_per_confirmation_wait(
 ) -> None:
     prepare = NodeJobs._prepare_launch
 
-    async def slowly(self: NodeJobs, job: LocalJob) -> LaunchPlan:
-        if job.launch.rank == 0:  # as if its working directory was large
+    async def slowly(self: NodeJobs, job: LocalJob, launch: Launch) -> LaunchPlan:
+        if launch.rank == 0:  # as if its working directory was large
             await self._clock.sleep(SLOW_S)
-        return await prepare(self, job)
+        return await prepare(self, job, launch)
 
     monkeypatch.setattr(NodeJobs, "_prepare_launch", slowly)
     requests, states = loop.run_simulated(_count_requests(tmp_path))

@@ -143,7 +143,7 @@ class Agents:
         self._ledger.check_leading_and_up_to_date()
         self._check_incarnation(node_id, node.incarnation)
         self._check_holds_readable(node_id)
-        await self._end_jobs_of_earlier_incarnations(node_id, node.incarnation, request.exits)
+        await self._end_jobs_of_earlier_incarnations(node_id, request)
         await self._refresh_controllers()
         # The reply to this request may get lost; the reply to Hello has certainly been read.
         record = NodeRecord(
@@ -472,15 +472,16 @@ class Agents:
             self._ledger.jobs.prefix + parse_worker_name(worker_name)[0]
         )
 
-    async def _end_jobs_of_earlier_incarnations(
-        self, node_id: str, incarnation: int, exits: Sequence[ExitReport]
-    ) -> None:
-        await self._lifecycle.record_exits(node_id, exits)
+    async def _end_jobs_of_earlier_incarnations(self, node_id: str, request: Register) -> None:
+        """End them except those that the agent has adopted."""
+        await self._lifecycle.record_exits(node_id, request.exits)
         held = self._ledger.holds.get(node_id)
+        running = {(job.job_id, job.epoch) for job in request.running}
         await self._lifecycle.record_lost_workers(
             LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
             for hold in (held.holds if held else ())
-            if hold.incarnation < incarnation
+            if hold.incarnation < request.node.incarnation
+            and (hold.job_id, hold.epoch) not in running
         )
 
     async def _settle_exits_and_find_kills(

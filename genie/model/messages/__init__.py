@@ -99,10 +99,12 @@ class Registered(Message, frozen=True, kw_only=True):
 
 
 class Register(Report[Registered], frozen=True, kw_only=True):
-    """A new incarnation of a node. The agent has ended all processes of earlier incarnations."""
+    """An agent registers its node. It has ended all processes of earlier incarnations that `running` does not
+    contain."""
 
     node: NodeInfo
     exits: tuple[ExitReport, ...] = ()
+    running: tuple[RunningJob, ...] = ()
 
 
 class Leave(Request[Done], frozen=True, kw_only=True):

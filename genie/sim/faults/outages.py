@@ -66,10 +66,27 @@ def record_fault_window(cluster: SimCluster, window: FaultWindow) -> Iterator[No
 
 @contextmanager
 def fault_of_nodes(
-    cluster: SimCluster, kind: str, hosts: Collection[str], *, is_network_fault: bool = False
+    cluster: SimCluster, kind: str, hosts: Collection[str], *, ends_only_restartable_jobs: bool = False
 ) -> Iterator[None]:
-    """Record a fault that may end the jobs of these nodes, until it is over."""
-    window = FaultWindow(kind, frozenset(hosts), cluster.world.now_s, float("inf"), is_network_fault)
+    """Record a fault that may end the jobs of these nodes, or only restartable ones, until it is over."""
+    now_s = cluster.world.now_s
+    window = FaultWindow(kind, frozenset(hosts), now_s, float("inf"), ends_only_restartable_jobs)
+    with record_fault_window(cluster, window):
+        yield
+
+
+@contextmanager
+def agent_crashes(cluster: SimCluster, kind: str, hosts: Collection[str]) -> Iterator[None]:
+    """Record crashes of the agents of these nodes, until they have returned. Only dead-man timers end jobs,
+    and only if an agent does not return in time."""
+    window = FaultWindow(
+        kind,
+        frozenset(hosts),
+        cluster.world.now_s,
+        float("inf"),
+        ends_only_restartable_jobs=True,
+        termination_reason=CONTACT_LOST_REASON,
+    )
     with record_fault_window(cluster, window):
         yield
 
@@ -165,7 +182,7 @@ async def _cut_any_link(cluster: SimCluster, kind: str, duration_s: float) -> No
     ends = (controller, other) if random.random() < 0.5 else (other, controller)
     is_one_way = random.random() < _ONE_WAY_PROBABILITY
     nodes = [other] if other in cluster.node_hosts else []
-    with fault_of_nodes(cluster, kind, nodes, is_network_fault=True):
+    with fault_of_nodes(cluster, kind, nodes, ends_only_restartable_jobs=True):
         if other == STORE_HOST:
             with control_plane_fault(cluster, kind, is_silent=has_silent_server(cluster)):
                 duration_s *= _LONG_OUTAGE_DURATION_FACTOR
@@ -194,18 +211,18 @@ async def _restart_servers(cluster: SimCluster, kind: str, duration_s: float) ->
 
 async def _restart_agents(cluster: SimCluster, kind: str, duration_s: float) -> None:
     """Restart all agents at once."""
-    with fault_of_nodes(cluster, kind, cluster.node_hosts):
+    with agent_crashes(cluster, kind, cluster.node_hosts):
         await _crash_and_restart_all(cluster, cluster.node_hosts, duration_s)
 
 
 async def _restart_everything(cluster: SimCluster, kind: str, duration_s: float) -> None:
     """Restart all controllers, all agents and the store at once; in half of the cases all lose power."""
-    hosts = [*cluster.controller_hosts, *cluster.node_hosts]
+    hosts, power_off = [*cluster.controller_hosts, *cluster.node_hosts], cluster.world.random.random() < 0.5
     with (
-        fault_of_nodes(cluster, kind, cluster.node_hosts),
+        fault_of_nodes(cluster, kind, cluster.node_hosts, ends_only_restartable_jobs=not power_off),
         control_plane_fault(cluster, kind, is_silent=True),
     ):
-        await _crash_all_with_store(cluster, hosts, duration_s, power_off=cluster.world.random.random() < 0.5)
+        await _crash_all_with_store(cluster, hosts, duration_s, power_off=power_off)
 
 
 async def _crash_all_with_store(
@@ -233,7 +250,8 @@ async def _restart_repeatedly(cluster: SimCluster, kind: str, duration_s: float)
     random = cluster.world.random
     servers, nodes = cluster.controller_hosts, cluster.node_hosts
     hosts = random.choice((servers, nodes, [*servers, *nodes]))
-    with fault_of_nodes(cluster, kind, [host for host in hosts if host in nodes]):
+    crashing_nodes = [host for host in hosts if host in nodes]
+    with agent_crashes(cluster, kind, crashing_nodes):
         if hosts == nodes:
             await _crash_each_repeatedly(cluster, hosts)
             return
