@@ -79,8 +79,8 @@ def run_locked_command(
 ) -> None:
     """Run a command while holding a lock, and exit with its exit code.
 
-    The command gets the fencing token as GENIE_LOCK_TOKEN. It is ended if the lock is lost. If the lock is not
-    acquired within --timeout, the exit code is 124, or 75 with --timeout 0.
+    The command gets the fencing token as GENIE_LOCK_TOKEN. It is ended if the lock is lost. If the lock is
+    not acquired within --timeout, the exit code is 124, or 75 with --timeout 0.
     """
     from genie.cli.locked_command import LockedCommand
     from genie.model.lock import LOCK_TTL_S_MAX, check_lock_ttl_s, validate_lock_name

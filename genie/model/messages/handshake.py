@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from genie.model.messages.base import Done, Message, Report, Request
+from genie.model.messages.numbers import Counter
 from genie.model.tenant import TokenKind
 
 
@@ -103,5 +104,5 @@ class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
     """An agent requests the certificate of an executor before it starts it."""
 
     job_id: str
-    epoch: int
+    epoch: Counter
     csr_pem: str
