@@ -56,7 +56,7 @@ async def open_connection(
                         state_dir=state_dir,
                         network=network,
                         timeout_s=timeout_s,
-                        is_address_fixed=is_address_fixed or _is_address_given_by_caller(settings),
+                        is_address_fixed=is_address_fixed or is_address_given_by_caller(settings),
                     )
                     return await stack.enter_async_context(
                         open_controller_connection(
@@ -72,6 +72,12 @@ async def open_connection(
         connection = await connect(stack)
         await store_controller_addresses(connection, state_dir)
         yield connection
+
+
+def is_address_given_by_caller(settings: Settings) -> bool:
+    """Whether the address was passed by the caller, not by the environment or the settings file."""
+    source = settings.sources["cluster.master_addr"]
+    return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))
 
 
 def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
@@ -94,9 +100,3 @@ async def store_controller_addresses(connection: ControllerConnection, state_dir
         await asyncio.to_thread(store_known_servers, state_dir, pin, servers)
     except StoreFullError as error:
         _log.info("could not store the addresses of the controllers: %s", error)
-
-
-def _is_address_given_by_caller(settings: Settings) -> bool:
-    """Whether the address was passed by the caller, not by the environment or the settings file."""
-    source = settings.sources["cluster.master_addr"]
-    return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))
