@@ -48,7 +48,7 @@ GenieError
 ├── ReleaseSkewError            other servers or stored rows have another release of Genie
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
-│   │   └── OutdatedLeaderError  the node has seen a later leader
+│   │   └── OutdatedLeaderError  the node or client has seen a later leader
 │   ├── ReplyLostError          the leader was lost before its reply to a forwarded request
 │   └── FencedError             the request comes from an earlier leader
 ├── JobError                    a job

@@ -17,6 +17,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     leading: bool
     controllers: tuple[str, ...] = ()
     """host:port of all known controllers, this one included."""
+    generation: int | None = None
+    """Of the cluster in the store of this controller; None if it has not read it yet."""
 
 
 class Hello(Report[Welcome], frozen=True, kw_only=True):
