@@ -91,7 +91,7 @@ from genie.runtime.connection_limits import (
     ConnectionLimits,
     open_file_limit_for,
 )
-from genie.runtime.credentials import LocalCluster
+from genie.runtime.credentials import LocalCluster, find_owner_token_id
 from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -185,6 +185,7 @@ class Controller:
             self._store,
             name=self._name,
             etcd_member=etcd_member,
+            get_owner_token_id=partial(find_owner_token_id, self._state_dir),
             clock=self._clock,
             set_cluster_release=self._ledger.set_cluster_release,
         )

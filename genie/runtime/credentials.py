@@ -331,6 +331,15 @@ def read_owner_token(state_dir: Path) -> Token | None:
         ) from error
 
 
+def find_owner_token_id(state_dir: Path) -> str:
+    """The ID of the token that `genie up` wrote; empty if there is none or it cannot be read."""
+    try:
+        token = read_owner_token(state_dir)
+    except TokenMissingError:
+        return ""
+    return "" if token is None else token.token_id
+
+
 def _is_local_cluster(host: str, port: int, state_dir: Path) -> bool:
     local = LocalCluster.read(state_dir)
     return is_loopback(host) or (local is not None and (host, port) == (local.host, local.port))

@@ -20,6 +20,7 @@ from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.etcd.membership import open_etcd_cluster
 from genie.controller.store.etcd import EtcdStore
+from genie.runtime.credentials import find_owner_token_id
 from genie.supervisor import local_cluster, process_records
 from tests.needs import require_program
 from tests.ports import free_ports
@@ -150,7 +151,11 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert not members[lost.name]["healthy"]
     assert sum(member["is_leader"] for member in members.values()) <= 1
     assert lost.where in list_controller_addresses(other.state_dir)
+    lost_token_id = find_owner_token_id(lost.state_dir)
     removed = other.run("etcd", "remove", lost.name)
+    assert f"revoked the owner token of that server, {lost_token_id}" in removed.stdout + removed.stderr
+    tokens = json.loads(other.run("token", "list", "--json").stdout)["tokens"]
+    assert [each["revoked_at"] is not None for each in tokens if each["token_id"] == lost_token_id] == [True]
     assert f"removed the address of its controller, {lost.where}" in removed.stdout + removed.stderr
     assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
