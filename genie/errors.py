@@ -14,6 +14,8 @@ GenieError
 │   │   └── NothingListensError connection refused: no program listens on the port
 │   ├── ConnectionLostError     the connection was closed or reset
 │   ├── DeadlineError           timeout
+│   │   └── LockTimeoutError    a lock was not acquired in time
+│   │       └── LockBusyError   a lock is held by another client, and the caller does not wait
 │   ├── ProtocolError           the peer violated the protocol
 │   │   ├── FrameTooLargeError  a frame exceeds its maximum size
 │   │   └── VersionError        the peer uses another version of the protocol
@@ -46,7 +48,7 @@ GenieError
 ├── ReleaseSkewError            other servers or stored rows have another release of Genie
 ├── LeadershipError             leadership of the cluster
 │   ├── NotLeaderError          this controller is not the leader
-│   │   └── OutdatedLeaderError  the node has seen a later leader
+│   │   └── OutdatedLeaderError  the node or client has seen a later leader
 │   ├── ReplyLostError          the leader was lost before its reply to a forwarded request
 │   └── FencedError             the request comes from an earlier leader
 ├── JobError                    a job
@@ -171,6 +173,16 @@ class ConnectionLostError(TransportError):
 
 class DeadlineError(TransportError):
     code = "transport.deadline"
+
+
+class LockTimeoutError(DeadlineError):
+    code = "transport.deadline.lock"
+    exit_code = 124
+
+
+class LockBusyError(LockTimeoutError):
+    code = "transport.deadline.lock.busy"
+    exit_code = 75
 
 
 class ProtocolError(TransportError):

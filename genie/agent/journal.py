@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -23,7 +23,9 @@ from genie.errors import AgentRunningError, FencedError, StoreCorruptError, Stor
 from genie.model.allocation import FULL_MILLI
 from genie.model.fencing import describe_token
 from genie.model.job import RUNS_KEPT, JobKind
+from genie.model.limits import UNIX_TIME_S_MAX
 from genie.model.messages import ExitReport
+from genie.model.messages.numbers import Counter, Offset
 from genie.model.names import validate_name
 from genie.processes import files
 
@@ -62,14 +64,16 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The job can write it: a number that does not fit into a heartbeat would make all of them fail."""
+
     job_id: str
-    epoch: int
-    exit_code: int | None
+    epoch: Counter
+    exit_code: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None
     reason: str
-    ended_at: float
+    ended_at: Annotated[float, msgspec.Meta(ge=0.0, le=UNIX_TIME_S_MAX)]
     started: bool = True
     is_caused_by_node: bool = msgspec.field(default=False, name="by_node")
-    needed_disk_bytes: int = msgspec.field(default=0, name="needed_bytes")
+    needed_disk_bytes: Offset = msgspec.field(default=0, name="needed_bytes")
     log_bytes_lost: int = 0
 
 

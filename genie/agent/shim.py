@@ -49,7 +49,6 @@ OUTPUT_DRAIN_TIMEOUT_S = 1.0
 PROGRAM_CHARS_SHOWN = 100
 SURVIVORS_RECORDED_MAX = 20
 SHELL_SYNTAX_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
-_PR_SET_PDEATHSIG = 1
 
 
 class RotatingJobLog:
@@ -381,8 +380,7 @@ class Shim:
                 os.killpg(self._job_process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
-        for pid, mark in process_table.descendant_start_marks(os.getpid()).items():
-            process_table.send_signal(pid, mark, signal.SIGKILL)
+        process_table.signal_descendants(os.getpid(), signal.SIGKILL)
         if self._control_group:
             cgroups.kill(self._control_group)
 
@@ -506,8 +504,7 @@ def _prepare_job_process(group: str) -> None:
     agent that was started with nohup or as a background job of a shell. Enters the control group."""
     if group:
         cgroups.enter(group)
-    if process_table.LINUX:
-        process_table.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process_table.end_with_parent()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 

@@ -271,6 +271,7 @@ def check_state_directory(settings: Settings) -> Iterator[CheckOutcome]:
         found=f"{path} (mode {mode:o})" if path.exists() else f"{path}, not created yet",
         fix=f"chmod 700 {path}" if open_to_others else "",
     )
+    yield from _check_server_join(path)
     free = shutil.disk_usage(existing).free
     low, least = free < _DISK_FREE_BYTES_WARNING_BELOW, free < _DISK_FREE_BYTES_FAILURE_BELOW
     yield CheckOutcome(
@@ -278,6 +279,20 @@ def check_state_directory(settings: Settings) -> Iterator[CheckOutcome]:
         verdict=CheckVerdict.FAILED if least else CheckVerdict.WARNING if low else CheckVerdict.OK,
         found=f"{format_size(free)} free in {existing}",
         fix="free disk space, or set GENIE_STATE_DIR to another disk" if low else "",
+    )
+
+
+def _check_server_join(state_dir: Path) -> Iterator[CheckOutcome]:
+    from genie.supervisor.incomplete_join import IncompleteJoin
+    from genie.supervisor.local_cluster import find_running_cluster
+
+    if IncompleteJoin.read(state_dir) is None or find_running_cluster(state_dir) is not None:
+        return
+    yield CheckOutcome(
+        name="server join",
+        verdict=CheckVerdict.FAILED,
+        found=f"a join of this machine as a server was interrupted; {state_dir} has the key of the CA",
+        fix="repeat 'genie join --server' with a new token, or run 'genie up': both remove what it left",
     )
 
 

@@ -1,24 +1,30 @@
 """Runs a command while holding a lock: `genie lock run`.
 
-The command has a process group of its own, which is ended when the lock is lost. If standard input is a
-terminal, the group is in its foreground. Signals that end this process are passed on to the group.
+The command is started by processes/command_guard.py, which kills it and all of its descendants when this
+process is killed. Both have a process group of their own; if standard input is a terminal, the group is in
+its foreground. Signals that end this process are passed on to the group. When the lock is lost, all
+descendants of this process are ended, also those in other groups and sessions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from genie.cli import output
-from genie.cluster.client import open_client
+from genie.cluster.client import CONNECT_TIMEOUT_S, open_client
 from genie.config import environment_for_command
+from genie.errors import LockTimeoutError
 from genie.model.lock import HOLDER_LEASE_SHARE
+from genie.processes import command_guard, process_table
 from genie.processes.tasks import unwrapped_task_group
 
 if TYPE_CHECKING:
@@ -27,7 +33,8 @@ if TYPE_CHECKING:
 
 TOKEN_ENV_VARIABLE = "GENIE_LOCK_TOKEN"
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COMMAND_NOT_FOUND_EXIT_CODE = 127
+_DESCENDANTS_CHECK_INTERVAL_S = 0.05
+_KILL_TIMEOUT_S = 10.0
 
 
 class LockedCommand:
@@ -40,31 +47,51 @@ class LockedCommand:
         self._timeout_s = timeout_s
 
     async def run_and_get_exit_code(self, settings: Settings) -> int:
-        """Raises DeadlineError if the lock was not acquired in time, LockLostError if it was lost."""
-        from genie.cluster.locking.lock_lease import make_timeout_error
+        """Raises LockTimeoutError if the lock was not acquired in time, LockLostError if it was lost."""
+        async with AsyncExitStack() as stack:
+            return await self._run_while_held(await self._acquire(settings, stack))
 
-        async with open_client(settings) as client:
-            holder = f"{socket.gethostname()} (process {os.getpid()})"
-            lease = client.make_lock_lease(self._name, ttl_s=self._ttl_s, holder=holder)
-            if not await lease.acquire(timeout_s=0.0):
-                if self._timeout_s == 0:
-                    raise make_timeout_error(lease, self._timeout_s)
-                waits_for = f": {lease.other_holder} holds it" if lease.other_holder else ""
-                output.print_message(output.to_one_line(f"waiting for lock {self._name}{waits_for}"))
+    async def _acquire(self, settings: Settings, stack: AsyncExitStack) -> LockLease:
+        """Connect to the cluster and acquire the lock. The timeout limits both; a reply that is due may take
+        LOCK_REPLY_ALLOWANCE_S more."""
+        from genie.cluster.locking.lock_lease import LOCK_REPLY_ALLOWANCE_S, make_timeout_error
+
+        timeout_s, loop = self._timeout_s, asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        limit_s = None if timeout_s is None else timeout_s + LOCK_REPLY_ALLOWANCE_S
+        lease: LockLease | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                client = await stack.enter_async_context(
+                    open_client(settings, timeout_s=min(CONNECT_TIMEOUT_S, limit_s or CONNECT_TIMEOUT_S))
+                )
+                holder = f"{socket.gethostname()} (process {os.getpid()})"
                 lease = client.make_lock_lease(self._name, ttl_s=self._ttl_s, holder=holder)
-                if not await lease.acquire(timeout_s=self._timeout_s):
-                    assert self._timeout_s is not None
-                    raise make_timeout_error(lease, self._timeout_s)
-            return await self._run_while_held(lease)
+                left_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.0)
+                print_waiting = functools.partial(self._print_waiting, lease)
+                if await lease.acquire(timeout_s=left_s, on_waiting=print_waiting):
+                    return lease
+        except TimeoutError:
+            assert timeout_s is not None
+            if lease is None or not lease.has_reply:
+                raise LockTimeoutError(
+                    f"could not acquire lock {self._name!r} within {timeout_s:g} s: "
+                    "the cluster did not reply in this time",
+                    hint="'genie status' shows the state of the servers",
+                ) from None
+        assert lease is not None
+        assert timeout_s is not None, "an acquisition without a timeout ends with a grant or an error"
+        raise make_timeout_error(lease, timeout_s)
+
+    def _print_waiting(self, lease: LockLease) -> None:
+        waits_for = f": {lease.other_holder} holds it" if lease.other_holder else ""
+        output.print_message(output.to_one_line(f"waiting for lock {self._name}{waits_for}"))
 
     async def _run_while_held(self, lease: LockLease) -> int:
         async with unwrapped_task_group() as group:
             keeping = group.create_task(lease.keep_until_ended())
             try:
                 exit_code = await self._run_command(lease, keeping, group)
-            except OSError as error:
-                output.print_message(f"genie: could not run {self._argv[0]}: {error.strerror}")
-                exit_code = _COMMAND_NOT_FOUND_EXIT_CODE
             finally:
                 keeping.cancel()
                 await lease.release()
@@ -74,25 +101,54 @@ class LockedCommand:
         self, lease: LockLease, keeping: asyncio.Task[None], group: asyncio.TaskGroup
     ) -> int:
         """Return the exit code of the command, which is ended when the lease ends."""
-        process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            env=environment_for_command({TOKEN_ENV_VARIABLE: str(lease.fencing_token)}),
-            process_group=0,
-        )
-        with _foreground_process_group(process.pid), _forwarded_signals(process.pid):
-            ending = group.create_task(process.wait())
-            await asyncio.wait({ending, keeping}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                await self._end_command(process.pid, ending)
-            exit_code = await ending
+        process_table.become_subreaper()  # in case that the guard is killed
+        read_fd, write_fd = os.pipe()
+        try:
+            guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", command_guard.__file__, str(read_fd), *self._argv),
+                env=environment_for_command({TOKEN_ENV_VARIABLE: str(lease.fencing_token)}),
+                process_group=0,
+                pass_fds=(read_fd,),
+            )
+            with _foreground_process_group(guard.pid), _forwarded_signals(guard.pid):
+                ending = group.create_task(guard.wait())
+                await asyncio.wait({ending, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done():
+                    output.print_message(f"genie: ending the command: lock {self._name} was lost")
+                    await self._end_descendants(guard.pid, ending)
+                exit_code = await ending
+                if exit_code < 0:
+                    await _kill_descendants()
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
         return exit_code if exit_code >= 0 else 128 - exit_code
 
-    async def _end_command(self, process_group: int, ending: asyncio.Task[int]) -> None:
+    async def _end_descendants(self, process_group: int, ending: asyncio.Task[int]) -> None:
         """End the command before the leader may grant the lock to another client."""
-        output.print_message(f"genie: ending the command: lock {self._name} was lost")
-        _signal_process_group(process_group, signal.SIGTERM)
-        await asyncio.wait({ending}, timeout=(1 - HOLDER_LEASE_SHARE) * self._ttl_s)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + (1 - HOLDER_LEASE_SHARE) * self._ttl_s
+        if process_table.LINUX:
+            process_table.signal_descendants(os.getpid(), signal.SIGTERM)
+        else:
+            _signal_process_group(process_group, signal.SIGTERM)
+        while not ending.done() or process_table.running_descendants(os.getpid()):
+            left_s = deadline_s - loop.time()
+            if left_s <= 0:
+                break
+            await asyncio.sleep(min(_DESCENDANTS_CHECK_INTERVAL_S, left_s))
+        await _kill_descendants()
         _signal_process_group(process_group, signal.SIGKILL)
+
+
+async def _kill_descendants() -> None:
+    survivors = await asyncio.to_thread(
+        process_table.kill_descendants, os.getpid(), timeout_s=_KILL_TIMEOUT_S
+    )
+    if survivors:
+        output.print_message(
+            f"genie: could not kill processes of the command: {', '.join(map(str, survivors))}"
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,12 +185,16 @@ def _to_bool(raw: object) -> bool:
 def _to_int(raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, (int, str)):
         raise TypeError(raw)
+    if isinstance(raw, str) and not _INTEGER_PATTERN.fullmatch(raw.strip()):
+        raise ValueError(raw)
     return int(raw)
 
 
 def _to_float(raw: object) -> float:
     if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
         raise TypeError(raw)
+    if isinstance(raw, str) and not _NUMBER_PATTERN.fullmatch(raw.strip()):
+        raise ValueError(raw)
     return float(raw)
 
 
@@ -220,6 +225,11 @@ def _to_tuple(raw: object) -> tuple[str, ...]:
     return tuple(map(_to_str, raw))
 
 
+# Python also accepts underscores and the digits of other scripts.
+_INTEGER_PATTERN = re.compile(r"[+-]?[0-9]{1,40}")
+_NUMBER_PATTERN = re.compile(
+    r"[+-]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][+-]?[0-9]{1,4})?"
+)
 _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
     ("0", "false", "no", "off"), False
 )

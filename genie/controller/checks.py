@@ -1,7 +1,7 @@
 """Validation of everything that clients and agents send: jobs, quotas, nodes, endpoints, waiting times.
 
-The limits are in model/limits.py, rules for names in model/names.py; the decoder checks types. Not
-responsible for permissions (tenancy/).
+The limits are in model/limits.py, rules for names in model/names.py. The decoder checks types, and the
+numbers of the requests themselves (model/messages/numbers.py). Not responsible for permissions (tenancy/).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from genie.model.limits import (
     GPUS_MAX,
     GPUS_OF_JOB_MAX,
     GRACE_S_MAX,
-    INTERVAL_S_MAX,
     JOB_LIST_ENTRIES_MAX,
     MEMORY_BYTES_MAX,
     PRIORITY_MAX,
@@ -133,15 +132,8 @@ def check_endpoint(endpoint: Endpoint) -> None:
 
 
 def clamp_wait_s(wait_s: float) -> float:
-    """Limit a requested waiting time to 0..WAIT_S_MAX seconds; a longer one is not an error."""
-    return min(wait_s, WAIT_S_MAX) if wait_s > 0 else 0.0
-
-
-def check_heartbeat_interval_s(interval_s: float) -> float:
-    """Return the heartbeat interval that a client announces; UsageError unless 0 to INTERVAL_S_MAX
-    seconds."""
-    check_number(interval_s, "interval_s", 0.0, INTERVAL_S_MAX)
-    return interval_s
+    """Limit a requested waiting time to WAIT_S_MAX seconds; a longer one is not an error."""
+    return min(wait_s, WAIT_S_MAX)
 
 
 def _check_env(env: dict[str, str]) -> None:

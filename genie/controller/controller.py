@@ -76,7 +76,7 @@ from genie.processes import files
 from genie.processes.clock import Clock
 from genie.processes.file_limit import get_open_file_limit
 from genie.processes.tasks import Offload, first_error, run_inline, unwrapped_task_group
-from genie.runtime.credentials import LocalCluster
+from genie.runtime.credentials import LocalCluster, find_owner_token_id
 from genie.runtime.gossip.protocol import GossipSupport
 from genie.runtime.network import Network
 from genie.scheduler.rules import Rules
@@ -161,6 +161,7 @@ class Controller:
             self._store,
             name=self._name,
             etcd_member=etcd_member,
+            get_owner_token_id=partial(find_owner_token_id, self._state_dir),
             clock=self._clock,
             set_cluster_release=self._ledger.set_cluster_release,
         )

@@ -132,6 +132,8 @@ class Election:
         self._lease_deadline_s = 0.0
         self._led_until_s = clock.monotonic_s()
         self._term_ended_event = asyncio.Event()
+        self.cluster_generation: int | None = None
+        """As of the last attempt to win the election; None before."""
         self.leader: LeaderRecord | None = None
         """The leader when the key was last read."""
 
@@ -179,6 +181,7 @@ class Election:
         """Acquire the leader key if it is free, or if this controller acquired it before a restart.
 
         `generation` is that of the cluster: only a restore changes it, and only in an empty store."""
+        self.cluster_generation = generation
         self._fencing_token = 0
         self._term_ended_event.clear()
         try:

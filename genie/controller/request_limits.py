@@ -208,5 +208,5 @@ def _request_cost_units(request: Message) -> float:
     if cost is not None:
         return cost
     if isinstance(request, (ListJobs, GetQueue)):
-        return 2.0 + _UNITS_PER_LISTED_JOB * min(max(request.limit, 1), LIST_MAX)
+        return 2.0 + _UNITS_PER_LISTED_JOB * min(request.limit, LIST_MAX)
     return 1.0

@@ -7,7 +7,6 @@ for a few seconds. Permissions are in tenancy/access.py.
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -311,7 +310,7 @@ class TokenRegistry:
                 return default_s
             return self._config.join_token_s if is_single_use else None
         ttl_s_max = self._config.join_token_s if is_single_use else _TOKEN_TTL_S_MAX
-        if not math.isfinite(ttl_s) or not 0 < ttl_s <= ttl_s_max:
+        if ttl_s > ttl_s_max:
             raise UsageError(f"ttl_s = {ttl_s} is not allowed", hint=f"allowed: above 0 to {ttl_s_max:g}")
         return ttl_s
 

@@ -245,7 +245,11 @@ def make_worker_name(job_id: str, rank: int, *, workers: int) -> str:
 def parse_worker_name(name: str) -> tuple[str, int]:
     """Job ID and rank."""
     job_id, mark, rank = name.partition(WORKER_RANK_SEPARATOR)
-    return (job_id, int(rank)) if mark and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX else (name, 0)
+    return (
+        (job_id, int(rank))
+        if mark and rank.isascii() and rank.isdecimal() and len(rank) <= RANK_DIGITS_MAX
+        else (name, 0)
+    )
 
 
 RANK_DIGITS_MAX = 6

@@ -21,7 +21,7 @@ _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
 _BRACKETED_IPV6 = re.compile(rf"\[({_IPV6.pattern})\](?::([0-9]{{1,5}}))?")
 _HOST_CHARS_MAX = 253
 # Case-insensitive, as DNS is. The secret has 43 characters; the pin is optional.
-_TOKEN = re.compile(r"(?i)genie\.(?:owner|user|join|node)\.[a-z0-9]+\.[a-z0-9_-]{43}")
+_TOKEN = re.compile(r"(?i)genie\.(?:owner|user|join|node|server-join)\.[a-z0-9]+\.[a-z0-9_-]{43}")
 
 ENV_KEY_RULE = "letters, digits and '_', not starting with a digit, at most 128"
 

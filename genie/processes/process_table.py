@@ -13,9 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL_RECHECK_INTERVAL_S = 0.02
 
 
 def start_mark(pid: int) -> str:
@@ -44,6 +47,33 @@ def descendant_start_marks(pid: int) -> dict[int, str]:
         grew = not below <= found
         found |= below
     return {child: start_mark(child) for child in found}
+
+
+def running_descendants(pid: int) -> list[int]:
+    """The IDs of all descendants of this process that are no zombies. Empty where there is no /proc."""
+    return sorted(child for child in descendant_start_marks(pid) if is_running(child))
+
+
+def signal_descendants(pid: int, number: int) -> None:
+    """Sends the signal to all descendants of this process."""
+    for child, mark in descendant_start_marks(pid).items():
+        send_signal(child, mark, number)
+
+
+def kill_descendants(pid: int, *, timeout_s: float) -> list[int]:
+    """Kills all descendants of this process; returns the IDs of those that still run after the timeout.
+
+    Blocks. Repeats until none runs, to include those that start meanwhile.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = running_descendants(pid)
+        if not left or time.monotonic() >= deadline:
+            return left
+        # Stop all before killing one: none may react by starting another process.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            signal_descendants(pid, number)
+        time.sleep(_KILL_RECHECK_INTERVAL_S)
 
 
 def child_session_ids(pid: int) -> dict[int, int]:
@@ -91,6 +121,11 @@ children_in_own_sessions_lock = threading.Lock()
 def become_subreaper() -> bool:
     """Makes this process the parent of orphaned descendants. Returns False where that is not possible."""
     return LINUX and prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> bool:
+    """Makes the kernel kill this process when its parent ends. Returns False where that is not possible."""
+    return LINUX and prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def prctl(option: int, value: int) -> bool:

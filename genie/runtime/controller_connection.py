@@ -262,7 +262,7 @@ class ControllerConnection(ControlDataIntegration):
             self._network, access, timeout_s=timeout_s, program=self._program
         ) as found:
             self._peer, welcome = found
-            self.access = access
+            self.access = replace(access, generation=max(access.generation, welcome.generation or 0))
             self._on_connected(server, welcome)
             try:
                 await self._peer.wait_closed()

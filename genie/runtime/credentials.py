@@ -18,7 +18,15 @@ from enum import StrEnum
 from pathlib import Path
 
 from genie.config import ClusterConfig
-from genie.errors import ConfigError, GenieError, TlsError, TokenMissingError, TokenRefusedError, UsageError
+from genie.errors import (
+    ConfigError,
+    GenieError,
+    OutdatedLeaderError,
+    TlsError,
+    TokenMissingError,
+    TokenRefusedError,
+    UsageError,
+)
 from genie.model.messages import Message
 from genie.model.messages.handshake import FetchTrust, Hello, Welcome
 from genie.model.names import address_text, is_loopback, parse_endpoint
@@ -26,7 +34,7 @@ from genie.model.release import check_releases_work_together
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import logins, rpc, tls
-from genie.runtime.known_servers import read_known_servers
+from genie.runtime.known_servers import read_generation, read_known_servers
 from genie.runtime.network import ClientTls, Network
 from genie.tenancy.access import NO_PIN, Token, parse_token
 from genie.version import __version__
@@ -54,6 +62,8 @@ class Access:
     source: TokenSource = TokenSource.CONFIGURED
     other_servers: tuple[tuple[str, int], ...] = ()
     """Further known controllers of the cluster, used when the first cannot be reached."""
+    generation: int = 0
+    """The highest known generation of the cluster; servers of a lower one are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,15 @@ async def find_access(
             raise
         raise _login_failed_error(host, port, error) from error
     others = () if is_address_fixed else read_known_servers(state_dir, token.pin)
-    return Access(host=host, port=port, token=token, tls=trusted, source=source, other_servers=others)
+    return Access(
+        host=host,
+        port=port,
+        token=token,
+        tls=trusted,
+        source=source,
+        other_servers=others,
+        generation=read_generation(state_dir, token.pin),
+    )
 
 
 async def log_in(
@@ -218,6 +236,7 @@ async def connect_authenticated(
             check_releases_work_together(
                 peer_version=welcome.version, peer=f"the controller {peer.name}", this_side="this side"
             )
+            _check_generation(welcome, peer.name, known=access.generation)
             peer.set_release(welcome.version)
         except (TokenRefusedError, TlsError) as error:
             remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
@@ -226,6 +245,17 @@ async def connect_authenticated(
                 raise
             raise explained from error
         yield peer, welcome
+
+
+def _check_generation(welcome: Welcome, peer: str, *, known: int) -> None:
+    """Raises OutdatedLeaderError for a server whose store was replaced by a restored backup."""
+    if welcome.generation is not None and welcome.generation < known:
+        raise OutdatedLeaderError(
+            f"{peer} has generation {welcome.generation} of the cluster, but generation {known} exists: "
+            "a backup was restored on other servers, which replace this one",
+            hint="stop that server with 'genie down', and connect to a restored one; if it is the right one, "
+            f"restore a backup of it with 'genie store restore --generation {known + 1}'",
+        )
 
 
 def is_wildcard(host: str) -> bool:
@@ -299,6 +329,15 @@ def read_owner_token(state_dir: Path) -> Token | None:
             f"the token file {state_dir / OWNER_TOKEN_FILE} cannot be read: {reason}",
             hint="remove it and run 'genie up' again, or set GENIE_TOKEN",
         ) from error
+
+
+def find_owner_token_id(state_dir: Path) -> str:
+    """The ID of the token that `genie up` wrote; empty if there is none or it cannot be read."""
+    try:
+        token = read_owner_token(state_dir)
+    except TokenMissingError:
+        return ""
+    return "" if token is None else token.token_id
 
 
 def _is_local_cluster(host: str, port: int, state_dir: Path) -> bool:

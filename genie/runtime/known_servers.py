@@ -1,6 +1,7 @@
 """The controllers of one cluster that a client knows: in memory with their last failures, and in a file.
 
-    STATE/servers/PIN.json    addresses of all controllers of the cluster with this CA; no secrets
+    STATE/servers/PIN.json         addresses of all controllers of the cluster with this CA; no secrets
+    STATE/servers/PIN.generation   the highest generation of the cluster that a server has reported
 
 The pin of the token names the file, so an address never leads to another cluster: TLS rejects its server. A
 cluster without TLS has no pin and no file, and of its controllers only those on this machine are used. Does
@@ -52,6 +53,23 @@ def store_known_servers(state_dir: Path, pin: str, servers: tuple[Address, ...])
     if read_known_servers(state_dir, pin) != servers:
         body = json.dumps([address_text(*server) for server in servers])
         files.write_private(path, body.encode())
+
+
+def read_generation(state_dir: Path, pin: str) -> int:
+    """The highest stored generation; 0 if there is none or the file cannot be read."""
+    if pin == NO_PIN:
+        return 0
+    try:
+        text = files.read_small_file(_generation_path(state_dir, pin)).strip()
+        return int(text) if text.isascii() and text.isdecimal() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def store_generation(state_dir: Path, pin: str, generation: int) -> None:
+    """Stores the generation if it is higher than the stored one. Blocks."""
+    if pin != NO_PIN and generation > read_generation(state_dir, pin):
+        files.write_private(_generation_path(state_dir, pin), f"{generation}\n".encode())
 
 
 class ServerList:
@@ -167,6 +185,10 @@ def _try_parse_address(text: str) -> Address | None:
         return parse_endpoint(text)
     except UsageError:
         return None
+
+
+def _generation_path(state_dir: Path, pin: str) -> Path:
+    return state_dir / _KNOWN_SERVERS_FOLDER / f"{pin}.generation"
 
 
 def _known_servers_path(state_dir: Path, pin: str) -> Path:

@@ -21,6 +21,7 @@ from genie.errors import (
     OverloadedError,
     ProtocolError,
     TransportError,
+    UsageError,
 )
 from genie.model.messages import Message, Request, reply_type
 from genie.processes.tasks import first_error, unwrapped_task_group
@@ -281,6 +282,8 @@ class Peer:
             raise ProtocolError("this side does not accept requests")
         try:
             request = self._decoder.decode(frame.payload, peer=self._name_with_release)
+        except UsageError:  # well-formed, with a value that is not allowed
+            raise
         except Exception:  # also one that the decoder does not expect: the frame comes from a stranger
             self._invalid_requests += 1
             if self._invalid_requests > INVALID_REQUESTS_MAX:

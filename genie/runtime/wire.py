@@ -22,8 +22,16 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from genie.errors import FrameTooLargeError, GenieError, ProtocolError, VersionError, error_from_code
+from genie.errors import (
+    FrameTooLargeError,
+    GenieError,
+    ProtocolError,
+    UsageError,
+    VersionError,
+    error_from_code,
+)
 from genie.model.messages import Message
+from genie.model.messages.numbers import find_number_out_of_range
 from genie.model.release import ProtocolVersions, choose_common_version
 from genie.model.unknown_fields import build_without_unknown_parts, find_unknown_parts
 from genie.version import __version__
@@ -129,12 +137,24 @@ class RequestDecoder:
         self._type_by_name: dict[str, type[Message]] = {kind.__name__: kind for kind in types}
 
     def decode(self, payload: bytes, *, peer: str) -> Message:
-        """Raises VersionError for what only another release knows, and ProtocolError."""
+        """Raises VersionError for what only another release knows, UsageError for a number out of range, and
+        ProtocolError."""
         try:
             return _decode(self._decoder, payload, peer)
         except ProtocolError:
             self._check_known_to_this_release(payload, peer)
+            self._check_numbers(payload)
             raise
+
+    def _check_numbers(self, payload: bytes) -> None:
+        value = _decode_untyped(payload)
+        name = value.get(_TYPE_FIELD)
+        kind = self._type_by_name.get(name) if isinstance(name, str) else None
+        found = None if kind is None else find_number_out_of_range(kind, value)
+        if found is not None:
+            raise UsageError(
+                f"{name}: {found.field} = {found.value} is not allowed", hint=f"allowed: {found.allowed}"
+            )
 
     def _check_known_to_this_release(self, payload: bytes, peer: str) -> None:
         value = _decode_untyped(payload)

@@ -18,7 +18,7 @@ from genie.errors import GenieError, NothingListensError, StoreFullError
 from genie.model.names import is_loopback
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
 from genie.runtime.credentials import LocalCluster, find_access, find_address
-from genie.runtime.known_servers import store_known_servers
+from genie.runtime.known_servers import store_generation, store_known_servers
 from genie.runtime.network import Network
 from genie.supervisor.process_records import SUPERVISOR, read_process_record
 from genie.supervisor.this_machine import add_local_cluster_hint
@@ -56,7 +56,7 @@ async def open_connection(
                         state_dir=state_dir,
                         network=network,
                         timeout_s=timeout_s,
-                        is_address_fixed=is_address_fixed or _is_address_given_by_caller(settings),
+                        is_address_fixed=is_address_fixed or is_address_given_by_caller(settings),
                     )
                     return await stack.enter_async_context(
                         open_controller_connection(
@@ -74,6 +74,12 @@ async def open_connection(
         yield connection
 
 
+def is_address_given_by_caller(settings: Settings) -> bool:
+    """Whether the address was passed by the caller, not by the environment or the settings file."""
+    source = settings.sources["cluster.master_addr"]
+    return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))
+
+
 def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
     """Whether this is the address of the controller that a supervisor of this state directory restarts."""
     if read_process_record(state_dir, SUPERVISOR) is None:
@@ -88,15 +94,11 @@ def _is_supervised_controller(host: str, port: int, state_dir: Path) -> bool:
 
 
 async def store_controller_addresses(connection: ControllerConnection, state_dir: Path) -> None:
-    """Stores the controllers that the cluster announced. A failure affects only later commands."""
-    pin, servers = connection.access.token.pin, connection.announced_servers
+    """Stores the controllers that the cluster announced, and its generation. A failure affects only later
+    commands."""
+    access, servers = connection.access, connection.announced_servers
     try:
-        await asyncio.to_thread(store_known_servers, state_dir, pin, servers)
+        await asyncio.to_thread(store_known_servers, state_dir, access.token.pin, servers)
+        await asyncio.to_thread(store_generation, state_dir, access.token.pin, access.generation)
     except StoreFullError as error:
         _log.info("could not store the addresses of the controllers: %s", error)
-
-
-def _is_address_given_by_caller(settings: Settings) -> bool:
-    """Whether the address was passed by the caller, not by the environment or the settings file."""
-    source = settings.sources["cluster.master_addr"]
-    return settings.cluster.master_addr is not None and not source.startswith(("environment ", "file "))

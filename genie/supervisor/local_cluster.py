@@ -60,6 +60,7 @@ from genie.supervisor.etcd_member import (
     uses_local_etcd,
     with_settings_of_local_member,
 )
+from genie.supervisor.incomplete_join import undo_incomplete_join
 from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_join_token
 from genie.tenancy.access import NO_PIN, parse_token
 
@@ -171,6 +172,7 @@ class Supervisor:
             leader = await self.find_access_to_leader(await self.start_controller())
             assert leader is not None, "the join has written an owner token"
             await self.start_agent(leader)
+            join.mark_complete()
         except BaseException:
             await _await_despite_cancellation(self._undo_server_join(join))
             raise
@@ -431,7 +433,9 @@ async def run_local_cluster(
     with the last lines of the log if a child does not start.
     """
     settings = with_settings_of_local_member(settings)
-    async with _run_supervisor(settings, progress) as (supervisor, group):
+    # Not a new cluster where a server of another one was wanted.
+    opening = _run_supervisor(settings, progress, continues_after_undone_join=False)
+    async with opening as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             if uses_local_etcd(settings):
                 await supervisor.start_etcd()
@@ -488,13 +492,16 @@ async def run_joining_server(
 
 @asynccontextmanager
 async def _run_supervisor(
-    settings: Settings, progress: ProgressPrinter
+    settings: Settings, progress: ProgressPrinter, *, continues_after_undone_join: bool = True
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
     state_dir = files.make_private_directory(settings.paths.state_dir)
     supervisor = Supervisor(settings, progress=progress)
     with _hold_supervisor_lock(state_dir):
         if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)
+        was_undone = await undo_incomplete_join(state_dir, progress=_ignore_write_errors(progress))
+        if was_undone and not continues_after_undone_join:
+            raise _interrupted_join_error()
         async with unwrapped_task_group() as group:
             failure: BaseException | None = None
             try:
@@ -646,6 +653,14 @@ def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _interrupted_join_error() -> ConfigError:
+    return ConfigError(
+        "the join of this machine as a server was interrupted, and what it had written is removed now",
+        hint="create another token with 'genie token create --server' on a server, and repeat 'genie join "
+        "--server'; or repeat 'genie up' to start a cluster of its own here",
+    )
 
 
 def _already_running_error(

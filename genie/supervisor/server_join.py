@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -27,7 +26,7 @@ from genie.controller.etcd.local_member import (
 )
 from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
-from genie.errors import ConfigError, GenieError, NotLeaderError, TokenRefusedError
+from genie.errors import ConfigError, NotLeaderError, TokenRefusedError
 from genie.model.messages.handshake import ServerJoined
 from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
@@ -41,6 +40,7 @@ from genie.supervisor.etcd_member import (
     new_local_member,
     write_etcd_member_certificate,
 )
+from genie.supervisor.incomplete_join import IncompleteJoin, mark_join_complete
 from genie.tenancy.access import Token, parse_token
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class ServerJoin:
         self._state_dir = state_dir
         self._network = network
         self._progress = progress
-        self._had_agents_before_join = (state_dir / AGENTS_DIR).exists()
         self._etcd_endpoints: tuple[str, ...] = ()
-        self._added_peer_url = ""
+        self._incomplete: IncompleteJoin | None = None
+        """What is to be undone; None before anything was written."""
 
     async def run(self, host: str, port: int, token: Token, *, name: str) -> None:
         """Returns when the etcd member of this machine votes."""
@@ -142,8 +142,10 @@ class ServerJoin:
         credentials = await fetch_server_credentials(
             host, port, token, state_dir=self._state_dir, network=self._network
         )
-        self._write_credentials(credentials)
         self._etcd_endpoints = credentials.etcd_endpoints
+        had_agents = (self._state_dir / AGENTS_DIR).exists()
+        self._record_progress(IncompleteJoin(self._etcd_endpoints, had_agents_before=had_agents))
+        self._write_credentials(credentials)
         await asyncio.to_thread(
             write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
         )
@@ -151,29 +153,23 @@ class ServerJoin:
             await self._add_and_promote_member(cluster, member)
 
     async def remove_added_member(self) -> None:
-        """Removes the member; best effort, because the cluster may be unreachable. Call it while the etcd of
-        this machine still runs: in a cluster of two, removing one takes both."""
-        if not self._added_peer_url:
-            return
-        try:
-            async with self._open_etcd_cluster() as cluster:
-                for member in await cluster.list_members():
-                    if member.peer_url == self._added_peer_url:
-                        await cluster.remove_member(member.member_id)
-                        self._progress(f"removed etcd member {member.label} again")
-        except GenieError as error:
-            self._progress(
-                f"warning: could not remove the etcd member of this machine again: {error.message}; "
-                "remove it with 'genie etcd remove' on another server"
-            )
+        """Removes the member; best effort. Call it while the etcd of this machine still runs: in a cluster of
+        two, removing one takes both."""
+        if self._incomplete is not None:
+            await self._incomplete.remove_added_member(self._state_dir, progress=self._progress)
 
     def remove_written_files(self) -> None:
         """Removes what the join has written. Call it when the processes have ended."""
-        shutil.rmtree(self._state_dir / CONTROLLER_DIRECTORY, ignore_errors=True)
-        shutil.rmtree(etcd_member_directory(self._state_dir), ignore_errors=True)
-        (self._state_dir / OWNER_TOKEN_FILE).unlink(missing_ok=True)
-        if not self._had_agents_before_join:
-            shutil.rmtree(self._state_dir / AGENTS_DIR, ignore_errors=True)
+        if self._incomplete is not None:
+            self._incomplete.remove_written_files(self._state_dir)
+
+    def mark_complete(self) -> None:
+        """Call it when all processes have started: the join is not undone any more."""
+        mark_join_complete(self._state_dir)
+
+    def _record_progress(self, incomplete: IncompleteJoin) -> None:
+        self._incomplete = incomplete
+        incomplete.write(self._state_dir)
 
     def _write_credentials(self, credentials: ServerCredentials) -> None:
         files.make_private_directory(self._state_dir / CONTROLLER_DIRECTORY)
@@ -192,7 +188,8 @@ class ServerJoin:
         _check_peer_url_unused(existing, member)
         member = replace(member, name=_unused_member_name(member.name, existing))
         self._progress(f"adding etcd member {member.name}")
-        self._added_peer_url = member.peer_url
+        assert self._incomplete is not None
+        self._record_progress(replace(self._incomplete, peer_url=member.peer_url))
         added, members = await cluster.add_learner(member.peer_url, timeout_s=_ADD_MEMBER_TIMEOUT_S)
         # etcd compares the URLs; a member that has not started yet has no name.
         names = {each.member_id: each.label for each in members}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -185,6 +186,16 @@ def test_unreadable_job_or_exit_record_is_ignored(journal: Journal, name: str, k
     assert set(journal.unsettled_exits()) == ({"j2"} if name == "exit.json" else {"j1", "j2"})
     assert (journal.read_job_record("j1") is None) == (name == "job.json")
     journal.discard_old_runs_and_list_discarded(kept_count=0, live_job_ids=())
+
+
+@pytest.mark.parametrize(("field", "number"), [("exit_code", 1 << 70), ("epoch", -1), ("ended_at", -1.0)])
+def test_an_exit_record_with_an_impossible_number_is_ignored(
+    journal: Journal, field: str, number: float
+) -> None:
+    path = record_ended_job(journal, "j1") / "exit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: number}))
+    record_ended_job(journal, "j2")
+    assert journal.unsettled_exits().keys() == {"j2"}
 
 
 def test_exit_record_of_another_job_is_ignored(journal: Journal) -> None:

@@ -13,6 +13,7 @@ from genie.cli.quantities import (
     format_size,
     parse_duration,
     parse_future_time,
+    parse_integer,
     parse_labels,
     parse_number,
     parse_pairs,
@@ -181,3 +182,16 @@ def test_invalid_labels_are_rejected(texts: list[str], message: str) -> None:
 def test_invalid_key_value_pair_has_a_hint(text: str) -> None:
     with pytest.raises(UsageError, match="write --label KEY=VALUE"):
         parse_pairs([text], what="--label")
+
+
+@pytest.mark.parametrize("text", ["١٢", "1_0", "൧", "1\x00"])
+def test_only_ascii_digits_are_numbers(text: str) -> None:
+    for parse in (
+        lambda: parse_integer(text, what="--n", low=0, high=99),
+        lambda: parse_number(text, what="--n", high=99),
+        lambda: parse_size(text, what="--n"),
+        lambda: parse_duration(text, what="--n"),
+    ):
+        with pytest.raises(UsageError, match=r"^--n ") as caught:
+            parse()
+        assert caught.value.hint

@@ -20,8 +20,9 @@ _T = TypeVar("_T")
 class LockingController:
     """The controller, and another client of it. Calls block the thread of the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: object) -> None:
         self._folder = folder
+        self._settings = settings
         self._thread = LoopThread(name="test-controller")
         self._is_running = threading.Event()
         self._stop: asyncio.Event | None = None
@@ -37,7 +38,7 @@ class LockingController:
         assert self._thread.join(timeout_s=TIMEOUT_S)
 
     async def _serve(self) -> None:
-        async with running_controller(self._folder) as self.running:
+        async with running_controller(self._folder, **self._settings) as self.running:
             self._is_running.set()
             await asyncio.Event().wait()
 

@@ -114,6 +114,7 @@ class FakeController:
     leading: bool = True
     leader: str = ""
     """HOST:PORT of the leader, when this controller is a standby."""
+    generation: int | None = None
     only_token: Token | None = None
     """If set, Hello with another token is rejected."""
     silent: bool = False
@@ -255,6 +256,7 @@ class FakeController:
             kind=token.kind,
             leading=self.leading and not self.leader,
             controllers=(self.address, *self.more_controllers),
+            generation=self.generation,
         )
 
     def _answer_client(self, request: Message) -> Message | None:

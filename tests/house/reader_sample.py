@@ -34,7 +34,7 @@ _TEXT_CHARS_MAX = 300
 
 def list_help_lines() -> Iterator[str]:
     seen = set[str]()
-    for name, command in _walk_commands(list_commands_by_name()):
+    for name, command in walk_commands(list_commands_by_name()):
         yield f"command '{name}': {next(iter((command.help or '').splitlines()), '')}"
         for parameter in command.params:
             text = getattr(parameter, "help", None)
@@ -43,11 +43,11 @@ def list_help_lines() -> Iterator[str]:
                 yield f"'{name}', {'/'.join(parameter.opts)}: {text}"
 
 
-def _walk_commands(commands: dict[str, Any], group: str = "genie") -> Iterator[tuple[str, Any]]:
+def walk_commands(commands: dict[str, Any], group: str = "genie") -> Iterator[tuple[str, Any]]:
     """All commands and subcommands with their full names. Any: Typer has no public type for a command."""
     for name, command in commands.items():
         yield f"{group} {name}", command
-        yield from _walk_commands(getattr(command, "commands", {}), f"{group} {name}")
+        yield from walk_commands(getattr(command, "commands", {}), f"{group} {name}")
 
 
 def list_column_headers() -> Iterator[str]:

@@ -20,6 +20,7 @@ from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.etcd.membership import open_etcd_cluster
 from genie.controller.store.etcd import EtcdStore
+from genie.runtime.credentials import find_owner_token_id
 from genie.supervisor import local_cluster, process_records
 from tests.needs import require_program
 from tests.ports import free_ports
@@ -41,17 +42,19 @@ class Server:
     def where(self) -> str:
         return f"{self.host}:{self.ports[0]}"
 
-    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        environ = {
+    def _environ(self) -> dict[str, str]:
+        return {
             **os.environ,
             "GENIE_STATE_DIR": str(self.state_dir),
             "GENIE_CONTROLLER_ETCD_CLIENT_PORT": str(self.ports[1]),
             "GENIE_CONTROLLER_ETCD_PEER_PORT": str(self.ports[2]),
             "GENIE_CONTROLLER_LEADER_TTL_S": "2",
         }
+
+    def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "genie", *arguments],
-            env=environ,
+            env=self._environ(),
             capture_output=True,
             text=True,
             timeout=_COMMAND_TIMEOUT_S,
@@ -74,6 +77,18 @@ class Server:
             *("join", "--server", where, "--bind", self.host, "--port", str(self.ports[0])),
             *("--node-id", self.name, "--token-file", str(token_file), "--detach"),
             check=check,
+        )
+
+    def start_join(self, where: str, token_file: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "genie", "join", "--server", where, "--bind", self.host),
+                *("--port", str(self.ports[0]), "--node-id", self.name, "--token-file", str(token_file)),
+            ],
+            env=self._environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
     def leader(self) -> str:
@@ -150,7 +165,11 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert not members[lost.name]["healthy"]
     assert sum(member["is_leader"] for member in members.values()) <= 1
     assert lost.where in list_controller_addresses(other.state_dir)
+    lost_token_id = find_owner_token_id(lost.state_dir)
     removed = other.run("etcd", "remove", lost.name)
+    assert f"revoked the owner token of that server, {lost_token_id}" in removed.stdout + removed.stderr
+    tokens = json.loads(other.run("token", "list", "--json").stdout)["tokens"]
+    assert [each["revoked_at"] is not None for each in tokens if each["token_id"] == lost_token_id] == [True]
     assert f"removed the address of its controller, {lost.where}" in removed.stdout + removed.stderr
     assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
@@ -196,6 +215,39 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     again = second.join(first.where, token_file, check=False)
     assert "was used already" in again.stdout + again.stderr
     assert not (second.state_dir / "controller").exists()
+
+
+def test_what_a_killed_join_has_left_is_removed_by_the_next_command(
+    servers: list[Server], tmp_path: Path
+) -> None:
+    first, second, _ = servers
+    first.start_first()
+    record = second.state_dir / "server-join.json"
+    for command in ("up", "join"):
+        token_file = first.create_server_token(tmp_path / f"{command}.token")
+        with second.start_join(first.where, token_file) as joining:
+            wait_until((second.state_dir / "controller" / "ca.key").exists)
+            joining.kill()
+        second.run("down", check=False)  # its etcd, if it runs
+        assert record.exists()
+        doctor = second.run("doctor", check=False).stdout
+        assert "was interrupted" in doctor and "genie join --server" in doctor
+        if command == "up":
+            failed = second.run("up", "--detach", check=False)
+            assert failed.returncode == 2
+            assert "the join of this machine as a server was interrupted" in failed.stderr
+            left = [
+                path for path in ("controller", "etcd", "owner.token") if (second.state_dir / path).exists()
+            ]
+            assert not left
+            assert "was interrupted" not in second.run("doctor", check=False).stdout
+        else:
+            again = first.create_server_token(tmp_path / "again.token")
+            joined = second.join(first.where, again)
+            assert "was interrupted: removing what it has left" in joined.stdout + joined.stderr
+        assert not record.exists()
+    members = first.list_members()
+    assert [member["healthy"] for member in members] == [True, True]
 
 
 def test_join_as_a_server_refuses_other_tokens_and_a_machine_with_a_cluster(

@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from genie import config
 from genie.cluster.client import ClusterClient, open_client
 from genie.controller.backups.backup_file import BackupReader
+from genie.errors import OutdatedLeaderError
 from genie.model.job import JobState, Resources
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
@@ -78,6 +80,15 @@ async def run_controller(state_dir: Path, *, port: int, store: str = "sqlite") -
 async def open_client_of(state_dir: Path, address: LocalCluster) -> AsyncIterator[ClusterClient]:
     settings = config.load({"paths.state_dir": state_dir})
     async with open_client(replace(settings, cluster=make_owner_access(state_dir, address))) as client:
+        yield client
+
+
+@asynccontextmanager
+async def open_client_of_laptop(folder: Path, address: LocalCluster) -> AsyncIterator[ClusterClient]:
+    """Another machine, which remembers what it has seen."""
+    settings = config.load({"paths.state_dir": folder / "laptop"})
+    access = make_owner_access(folder / "controller", address)
+    async with open_client(replace(settings, cluster=access)) as client:
         yield client
 
 
@@ -203,6 +214,8 @@ async def _raise_leader_revision(cluster: ClusterProcesses) -> None:
 
 
 async def _check_restored(new_dir: Path, address: LocalCluster, jobs: _Jobs) -> None:
+    async with open_client_of_laptop(new_dir.parent, address) as client:
+        assert client.where == f"{address.host}:{address.port}"
     async with open_client_of(new_dir, address) as client, watch_ledger(client):
         await _wait_for_node_status(client, NodeStatus.HEALTHY)
         # Not in the ledger: ended as an orphan.
@@ -227,6 +240,9 @@ async def _check_old_controller_is_rejected(folder: Path, cluster: ClusterProces
         )
         await until(lambda: "genie store restore" in _read_agent_log(folder), timeout_s=30)
         assert "is not accepted" in _read_agent_log(folder)
+        with pytest.raises(OutdatedLeaderError, match="has generation 0 of the cluster"):
+            async with open_client_of_laptop(folder, old):
+                pass
         async with open_client_of(folder / "controller", old) as client:
             job = await client.submit(make_counting_job(folder / "never"))
             new_dir = folder / "restored"

@@ -103,7 +103,12 @@ SECRET = "Ab0_-" * 8 + "xyz"
 @pytest.mark.parametrize("form", ["{}", "{}:5555", "{}\n", "https://{}/", "me@{}", "{}" + "a" * 254])
 @pytest.mark.parametrize(
     "token",
-    [f"genie.user.abcd.{SECRET}.-", f"genie.owner.abcd.{SECRET}", f"GENIE.JOIN.ABCD.{SECRET.upper()}"],
+    [
+        f"genie.user.abcd.{SECRET}.-",
+        f"genie.owner.abcd.{SECRET}",
+        f"GENIE.JOIN.ABCD.{SECRET.upper()}",
+        f"genie.server-join.ab.{SECRET}.-",
+    ],
 )
 def test_token_as_address_is_rejected_and_not_repeated(form: str, token: str) -> None:
     with pytest.raises(UsageError, match="master_addr: this is a token, not an address") as caught:

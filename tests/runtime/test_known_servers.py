@@ -11,10 +11,16 @@ import pytest
 from genie import config
 from genie.cluster.client import open_client
 from genie.config import Settings
-from genie.errors import UnreachableError
+from genie.errors import OutdatedLeaderError, UnreachableError
 from genie.model.tenant import TokenKind
 from genie.runtime import logins
-from genie.runtime.known_servers import SERVERS_MAX, read_known_servers, store_known_servers
+from genie.runtime.known_servers import (
+    SERVERS_MAX,
+    read_generation,
+    read_known_servers,
+    store_generation,
+    store_known_servers,
+)
 from genie.tenancy.access import NO_PIN
 from tests.fakes.controller import HOST, FakeController
 
@@ -71,6 +77,40 @@ async def test_command_finds_another_controller_when_that_of_its_login_is_down(t
         assert two.address not in str(error.value), "an address that was passed is never replaced"
     with pytest.raises(UnreachableError, match=f"{one.address} refused.*{two.address} refused"):
         async with open_client(_load(state_dir)):
+            pass
+
+
+def test_only_a_higher_generation_is_stored(tmp_path: Path) -> None:
+    assert read_generation(tmp_path, PIN) == 0
+    for generation in (5, 3):
+        store_generation(tmp_path, PIN, generation)
+        assert read_generation(tmp_path, PIN) == 5
+    store_generation(tmp_path, NO_PIN, 7)
+    assert read_generation(tmp_path, NO_PIN) == 0
+    (tmp_path / "servers" / f"{PIN}.generation").write_text("damaged")
+    assert read_generation(tmp_path, PIN) == 0
+
+
+async def test_a_client_that_has_seen_a_generation_does_not_follow_a_server_of_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    old = FakeController(tmp_path / "ca", use_tls=True, generation=2)
+    restored = FakeController(tmp_path / "ca", use_tls=True, generation=3)
+    state_dir = tmp_path / "client"
+    async with asyncio.timeout(30), old.listening(), restored.listening():
+        for controller in (old, restored):
+            logins.store_login(state_dir, HOST, controller.port, controller.token(TokenKind.USER))
+        async with open_client(_load(state_dir, address=old.address)) as client:
+            assert client.where == old.address, "no other one is known"
+        async with open_client(_load(state_dir, address=restored.address)):
+            pass
+        with pytest.raises(
+            OutdatedLeaderError, match=f"{old.address} has generation 2 .* generation 3 exists"
+        ):
+            async with open_client(_load(state_dir, address=old.address)):
+                pass
+        old.generation = None  # a server that has not read its store yet
+        async with open_client(_load(state_dir, address=old.address)):
             pass
 
 

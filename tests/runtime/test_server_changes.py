@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from genie.errors import ConnectionLostError, NotLeaderError, ReplyLostError, StoreUnavailableError
+from genie.errors import (
+    ConnectionLostError,
+    GenieError,
+    NotLeaderError,
+    ReplyLostError,
+    StoreUnavailableError,
+)
 from genie.model.messages import CreateToken, GetStatus, ListNodes, Message, NodesReply
 from genie.model.messages.handshake import Hello
 from genie.model.tenant import TokenKind
@@ -59,6 +65,24 @@ async def test_lost_connection_is_replaced_by_one_to_an_announced_controller(two
             assert await fetch_node_id(connection) == "n2"
             assert connection.where == two.address
             assert connection.access.port == two.port
+        finally:
+            await opened.__aexit__(None, None, None)
+
+
+async def test_lost_connection_is_not_replaced_by_one_to_a_server_of_an_earlier_generation(
+    two: FakeController,
+) -> None:
+    two.generation = 2
+    restored = FakeController(more_controllers=(two.address,), generation=3)
+    async with asyncio.timeout(30):
+        async with restored.listening():
+            opened = connected(restored.port)
+            connection = await opened.__aenter__()
+        try:
+            with pytest.raises(GenieError, match=f"{two.address} has generation 2 of the cluster"):
+                await fetch_node_id(connection, timeout_s=3)
+            two.generation = 3
+            assert await fetch_node_id(connection) == "n2"
         finally:
             await opened.__aexit__(None, None, None)
 

@@ -15,11 +15,12 @@ import typer
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_size
-from genie.errors import ConfigError, StoreError, UsageError
+from genie.errors import ConfigError, GenieError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.controller.etcd.membership import EtcdCluster, MemberStatus
+    from genie.controller.nodes.releases import ServerRelease
     from genie.controller.store.etcd_address import EtcdAddress
 
 etcd_app = typer.Typer(
@@ -60,12 +61,16 @@ def remove(
 ) -> None:
     """Remove a lost member, so that another server can take its place.
 
-    Agents and clients no longer try the address of its controller then. Fails while the member responds:
-    stop it first with 'genie down'.
+    Revokes the owner token of that server. Agents and clients no longer try the address of its controller.
+    Fails while the member responds: stop it first with 'genie down'.
     """
-    address = _etcd_address_of_local_member(invocation.load_settings())
-    asyncio.run(_remove_member(address, name))
+    settings = invocation.load_settings()
+    address = _etcd_address_of_local_member(settings)
+    removed = asyncio.run(_remove_member(address, name))
     output.write_line(f"{name}: removed")
+    for server in removed:
+        output.print_message(f"removed the address of its controller, {server.address}")
+        asyncio.run(_revoke_owner_token(settings, server.owner_token_id))
 
 
 @command(etcd_app, "defrag", example="genie etcd defrag")
@@ -99,8 +104,9 @@ async def _fetch_member_statuses(address: EtcdAddress) -> tuple[MemberStatus, ..
         return await cluster.fetch_statuses()
 
 
-async def _remove_member(address: EtcdAddress, name: str) -> None:
-    """Removes the records of the server first: if that fails, the command can be repeated."""
+async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]:
+    """Removes the records of the server first, and returns them: if that fails, the command can be
+    repeated."""
     from genie.controller.etcd.membership import open_etcd_cluster
     from genie.controller.etcd.removed_server import delete_records_of_server
     from genie.controller.store.etcd import EtcdStore
@@ -122,9 +128,31 @@ async def _remove_member(address: EtcdAddress, name: str) -> None:
             removed = await delete_records_of_server(store, name)
         finally:
             await store.close()
-        for controller in removed:
-            output.print_message(f"removed the address of its controller, {controller}")
         await cluster.remove_member(chosen[0].info.member_id)
+        return removed
+
+
+async def _revoke_owner_token(settings: Settings, token_id: str) -> None:
+    """Revokes the owner token of a removed server; if that fails, prints how to do it."""
+    from genie.cluster.client import open_client
+    from genie.runtime.credentials import find_owner_token_id
+
+    if not token_id or token_id == find_owner_token_id(settings.paths.state_dir):
+        output.print_message(
+            "the owner token of that server is not known, or is that of this one, too, and stays valid: "
+            "'genie token list' shows all, 'genie token revoke ID' revokes one"
+        )
+        return
+    try:
+        async with open_client(settings) as client:
+            await client.revoke_token(token_id)
+    except GenieError as error:
+        output.print_message(
+            f"warning: the owner token of that server, {token_id}, is still valid: {error.message}; "
+            f"revoke it with 'genie token revoke {token_id}'"
+        )
+        return
+    output.print_message(f"revoked the owner token of that server, {token_id}")
 
 
 async def _defragment_members_and_get_names(address: EtcdAddress) -> list[str]:

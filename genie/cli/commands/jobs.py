@@ -361,7 +361,7 @@ async def _print_why_not_started(client: ClusterClient, job_id: str) -> None:
 async def _fetch_job_of_worker(client: ClusterClient, worker: str) -> Job:
     """Fetch the job of `JOB` or `JOB.RANK`."""
     name, _, rank = worker.rpartition(".")
-    return await client.get_job(name if name and rank.isdecimal() else worker)
+    return await client.get_job(name if name and rank.isascii() and rank.isdecimal() else worker)
 
 
 async def _fetch_whole_log(settings: Settings, job_id: str, *, follow: bool, run: int) -> bytes:

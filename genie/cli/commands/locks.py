@@ -74,12 +74,13 @@ def run_locked_command(
     ] = "15s",
     timeout: Annotated[
         str | None,
-        typer.Option(metavar="DURATION", help="Maximum time to wait (default: no limit)."),
+        typer.Option(metavar="DURATION", help="Maximum time to wait, 0: do not wait (default: no limit)."),
     ] = None,
 ) -> None:
     """Run a command while holding a lock, and exit with its exit code.
 
-    The command gets the fencing token as GENIE_LOCK_TOKEN. It is ended if the lock is lost.
+    The command gets the fencing token as GENIE_LOCK_TOKEN. It is ended if the lock is lost. If the lock is
+    not acquired within --timeout, the exit code is 124, or 75 with --timeout 0.
     """
     from genie.cli.locked_command import LockedCommand
     from genie.model.lock import LOCK_TTL_S_MAX, check_lock_ttl_s, validate_lock_name

@@ -291,7 +291,7 @@ def _parse_nodes(text: str) -> list[NodeFacts]:
     from genie.sim.workloads.workload import to_node_facts, uniform_nodes
 
     count, by, gpus = text.partition("x")
-    if by and count.isdecimal() and gpus.isdecimal():
+    if by and text.isascii() and count.isdecimal() and gpus.isdecimal():
         return uniform_nodes(
             parse_integer(count, what=f"--nodes {text[:40]}: COUNT", low=1, high=_NODES_MAX),
             gpus=parse_integer(gpus, what=f"--nodes {text[:40]}: GPUS", low=1, high=16),

@@ -18,7 +18,7 @@ import typer
 
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
-from genie.cli.quantities import format_size, parse_integer
+from genie.cli.quantities import format_count, format_size, parse_integer
 from genie.errors import ConfigError, TokenMissingError, UnreachableError, UsageError
 
 if TYPE_CHECKING:
@@ -114,6 +114,11 @@ def restore(
         f"restored {restored.row_count} rows of cluster {restored.cluster.cluster_id}, generation "
         f"{restored.cluster.generation}"
     )
+    if restored.dropped_token_count:
+        output.print_message(
+            f"{format_count(restored.dropped_token_count, 'unused join or server token')} of the backup "
+            "cannot be used: create new ones"
+        )
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
 
 

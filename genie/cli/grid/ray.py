@@ -17,8 +17,9 @@ import typer
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, grid_app, grid_command
 from genie.cli.grid.nodes import complete_node_name, load_settings_and_grid_file, local_user_at_host
-from genie.cli.quantities import parse_pairs
+from genie.cli.quantities import parse_integer, parse_number, parse_pairs
 from genie.errors import ConnectionLostError, UsageError
+from genie.model.limits import GPUS_MAX
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -225,17 +226,18 @@ def dashboard(
     invocation: Invocation,
     *,
     port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Local port (default: ray.dashboard_port)."),
+        str | None,
+        typer.Option(metavar="PORT", help="Local port, 0: any free one (default: ray.dashboard_port)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Open a tunnel from this machine to Ray's dashboard until Ctrl-C."""
+    given = None if port is None else parse_integer(port, what="--port", low=0, high=65535)
     settings, file = load_settings_and_grid_file(invocation)
 
     async def work() -> None:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
-            local = port if port is not None else file.ray.dashboard_port
+            local = given if given is not None else file.ray.dashboard_port
             async with cluster.open_dashboard_tunnel(local_port=local) as tunnel:
                 if as_json:
                     output.write_json({"url": tunnel.url, "token_file": str(cluster.token_file)})
@@ -263,8 +265,8 @@ def submit(
         list[str] | None, typer.Argument(metavar="-- CMD", help="Command to run, with its arguments.")
     ] = None,
     gpus: Annotated[
-        float, typer.Option(metavar="N", min=0, help="GPUs on the head node for the program itself.")
-    ] = 0,
+        str, typer.Option(metavar="N", help="GPUs on the head node for the program itself.")
+    ] = "0",
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Environment variable of the job; repeatable.")
     ] = None,
@@ -279,13 +281,14 @@ def submit(
             "no command given",
             hint="put the command after --, as in: grid-cli cluster submit -- python train.py",
         )
+    program_gpus = parse_number(gpus, what="--gpus", high=GPUS_MAX)
     settings, file = load_settings_and_grid_file(invocation)
     variables = {"RAY_NAMESPACE": file.ray.namespace, **_parse_env_options(env or [])}
 
     async def work() -> RayJobResult | str:
         async with _open_pool_and_cluster(settings, file) as (_, cluster):
             jobs = RayJobs(cluster)
-            job = await jobs.submit(to_shell_line(argv), env=variables, gpus=gpus)
+            job = await jobs.submit(to_shell_line(argv), env=variables, gpus=program_gpus)
             return job if detach else await _follow_job(jobs, job, as_json=as_json)
 
     end = asyncio.run(work())

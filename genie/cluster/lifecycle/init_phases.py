@@ -40,7 +40,7 @@ from genie.runtime.data_plane import DataPlaneConfig, TransportCoordinator
 from genie.runtime.network import Network, TcpNetwork, local_address_towards
 from genie.runtime.network_discovery import DiscoveryResult
 from genie.runtime.network_interfaces import InterfaceMeter
-from genie.supervisor.connection import store_controller_addresses
+from genie.supervisor.connection import is_address_given_by_caller, store_controller_addresses
 from genie.supervisor.this_machine import add_local_cluster_hint
 from genie.telemetry import log
 
@@ -214,7 +214,11 @@ class SessionStartup:
         _log.info("connecting to the controller at %s", address_text(host, port))
         async with add_local_cluster_hint(host, port, state_dir=state_dir):
             access = await find_access(
-                config, state_dir=state_dir, network=self._network, timeout_s=self._call_timeout_s
+                config,
+                state_dir=state_dir,
+                network=self._network,
+                timeout_s=self._call_timeout_s,
+                is_address_fixed=is_address_given_by_caller(self._settings),
             )
             access, found = await self._discover_reachable_server(access)
         state.discovery, state.rtt_ms = found, found.tcp_rtt_ms

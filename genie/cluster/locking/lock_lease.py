@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 import os
 import secrets
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from genie.errors import DeadlineError, GenieError, LockLimitError, LockLostError
+from genie.errors import GenieError, LockBusyError, LockLimitError, LockLostError, LockTimeoutError
 from genie.model.lock import (
     HOLDER_LEASE_SHARE,
     check_lock_holder,
@@ -37,7 +38,9 @@ _Reply = TypeVar("_Reply", bound=Message)
 
 _POLL_S_MAX = 10.0
 _CALL_TIMEOUT_S = 20.0
-_WITHDRAW_TIMEOUT_S = 2.0
+LOCK_REPLY_ALLOWANCE_S = 3.0
+"""How long the reply to the last request may arrive after the timeout of an acquisition."""
+LOCK_WITHDRAW_TIMEOUT_S = 2.0
 _RETRY_INTERVAL_S_MAX = 0.5
 _RETRIES_PER_TTL = 15
 
@@ -85,6 +88,8 @@ class LockLease:
         self.lost_reason = ""
         self.other_holder = ""
         """The holder for which this acquisition last waited, if it is known."""
+        self.last_error: GenieError | None = None
+        """Why the last request had no reply; None if it had one."""
         self._holder = check_lock_holder(holder)
         self._sender = sender
         self._clock = clock
@@ -110,6 +115,11 @@ class LockLease:
         )
 
     @property
+    def has_reply(self) -> bool:
+        """Whether the last request of the acquisition was answered or has failed."""
+        return bool(self.other_holder) or self.last_error is not None
+
+    @property
     def deadline_s(self) -> float:
         """When the lease ends unless it is renewed, by the clock of this acquisition."""
         return self._deadline_s
@@ -121,11 +131,20 @@ class LockLease:
             hint="another client may hold it; stop using what it protects",
         )
 
-    async def acquire(self, *, timeout_s: float | None) -> bool:
+    async def acquire(self, *, timeout_s: float | None, on_waiting: Callable[[], None] | None = None) -> bool:
         """Acquire the lock; wait for it until the timeout, None: without a limit, 0: do not wait. Return
-        whether it was acquired. After an error or a cancellation the lock is not held."""
+        whether it was acquired. After an error or a cancellation the lock is not held.
+
+        The last reply and the withdrawal may take up to LOCK_REPLY_ALLOWANCE_S + LOCKLOCK_WITHDRAW_TIMEOUT_S
+        more. `on_waiting` is called once if another client holds the lock.
+        """
         deadline_s = None if timeout_s is None else self._clock.monotonic_s() + timeout_s
         try:
+            if on_waiting is not None and timeout_s != 0:
+                if await self._poll_once(deadline_s, waits=False):
+                    return True
+                if self.last_error is None:
+                    on_waiting()
             while not await self._poll_once(deadline_s):
                 if deadline_s is not None and self._clock.monotonic_s() >= deadline_s:
                     await self._withdraw()
@@ -174,13 +193,13 @@ class LockLease:
     def _is_deadline_reached(self) -> bool:
         return self._clock.monotonic_s() >= self._deadline_s
 
-    async def _poll_once(self, deadline_s: float | None) -> bool:
+    async def _poll_once(self, deadline_s: float | None, *, waits: bool = True) -> bool:
         """Request the lock once; return whether it was acquired. Retryable errors count as no grant while
         there is time left."""
         sent_s = self._clock.monotonic_s()
-        left_s = _POLL_S_MAX if deadline_s is None else max(deadline_s - sent_s, 0.0)
+        left_s = math.inf if deadline_s is None else max(deadline_s - sent_s, 0.0)
         # A short poll: the lease counts from the time at which the request was sent.
-        wait_s = min(left_s, _POLL_S_MAX, lock_renewal_interval_s(self.ttl_s))
+        wait_s = min(left_s, _POLL_S_MAX, lock_renewal_interval_s(self.ttl_s)) if waits else 0.0
         request = AcquireLock(
             name=self.name,
             acquisition_id=self._acquisition_id,
@@ -189,15 +208,19 @@ class LockLease:
             wait_s=wait_s,
         )
         try:
-            grant = await self._sender.call(request, timeout_s=wait_s + _CALL_TIMEOUT_S)
+            reply_timeout_s = min(wait_s + _CALL_TIMEOUT_S, left_s + LOCK_REPLY_ALLOWANCE_S)
+            grant = await self._sender.call(request, timeout_s=reply_timeout_s)
         except LockLimitError:
             raise
         except GenieError as error:
             if not error.retryable or left_s <= 0:
                 raise
             _log.info("could not request lock %s, trying again: %s", self.name, error)
-            await self._clock.sleep(min(_RETRY_INTERVAL_S_MAX, left_s))
+            self.last_error = error
+            left_s = math.inf if deadline_s is None else deadline_s - self._clock.monotonic_s()
+            await self._clock.sleep(max(min(_RETRY_INTERVAL_S_MAX, left_s), 0.0))
             return False
+        self.last_error = None
         if not grant.fencing_token:
             self.other_holder = grant.holder
             return False
@@ -266,7 +289,7 @@ class LockLease:
         lease expires."""
         self._state = _LeaseState.RELEASED
         with suppress(GenieError):
-            await self._sender.call(self._release_request(), timeout_s=_WITHDRAW_TIMEOUT_S)
+            await self._sender.call(self._release_request(), timeout_s=LOCK_WITHDRAW_TIMEOUT_S)
 
     async def _sleep_until_ended(self, seconds: float) -> None:
         """Sleep, or return earlier when the lease has ended."""
@@ -292,10 +315,16 @@ class LockLease:
         return self._random_bytes(16).hex()
 
 
-def make_timeout_error(lease: LockLease, timeout_s: float) -> DeadlineError:
-    """The error of an acquisition that timed out."""
+def make_timeout_error(lease: LockLease, timeout_s: float) -> LockTimeoutError:
+    """The error of an acquisition that timed out: LockBusyError if it did not wait."""
+    if lease.last_error is not None:
+        return LockTimeoutError(
+            f"could not acquire lock {lease.name!r} within {timeout_s:g} s: {lease.last_error.message}",
+            hint=lease.last_error.hint,
+        )
     holder = f": {lease.other_holder} holds it" if lease.other_holder else ""
-    return DeadlineError(
+    kind = LockTimeoutError if timeout_s > 0 else LockBusyError
+    return kind(
         f"could not acquire lock {lease.name!r} within {timeout_s:g} s{holder}",
         hint="'genie lock list' shows the holders; wait longer, or try again",
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -68,14 +69,14 @@ class BackupWriter:
     def __init__(self, path: Path) -> None:
         """Raises BackupError if `path` exists and is not a backup, or cannot be created."""
         self._path = path
-        self._temporary_path = path.with_name(f".{path.name}.{os.getpid()}.new")
+        self._temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
         self._digest = hashlib.sha256()
         self._body_bytes = 0
         _check_absent_or_backup(path)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            # The directory may be one that others can write to, such as /tmp.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self._temporary_path, flags, 0o600)
-            os.fchmod(descriptor, 0o600)
         except OSError as error:
             raise self._to_backup_error(error) from error
         self._file: BinaryIO = os.fdopen(descriptor, "wb")

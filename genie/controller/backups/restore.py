@@ -35,6 +35,7 @@ from genie.controller.store import Compare, Delete, Put, Store
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError, VersionError
 from genie.model.fencing import GENERATION_MAX
 from genie.model.release import OWN_RELEASE, parse_release
+from genie.model.tenant import TokenKind
 from genie.processes.tasks import Offload
 from genie.version import __version__
 
@@ -43,6 +44,8 @@ _KEYS_WRITTEN_LAST = (CLUSTER_KEY, _EPOCH_COUNTER_KEY)
 _EPOCHS_PER_GENERATION = 1 << 24
 _GENERATION_ZERO_TIME_S = 1_767_225_600
 """2026-01-01, from which the minutes are counted that make generations unique."""
+_TOKEN_KEY_PREFIX = "token/"
+_JOIN_TOKEN_KINDS = (TokenKind.JOIN, TokenKind.SERVER_JOIN)
 _RESTORE_BATCH_ROWS_MAX = 100
 _RESTORE_BATCH_BYTES_MAX = 256 * 1024
 _VERIFY_PAGE_ROWS = 500
@@ -54,6 +57,8 @@ class RestoreResult:
     header: BackupHeader
     cluster: ClusterRecord
     row_count: int
+    dropped_token_count: int
+    """Unused tokens that would have admitted a machine; they are not restored."""
 
 
 def next_generation(before: int, *, now_s: float) -> int:
@@ -92,7 +97,9 @@ async def restore_backup(
     cluster = _raise_generation(rows.written_last, generation)
     await _verify_stored_rows(store, rows, store_name=store_name)
     await _write_cluster_record_last(store, cluster, rows.written_last, store_name=store_name)
-    return RestoreResult(reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST))
+    return RestoreResult(
+        reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST), rows.dropped_token_count
+    )
 
 
 async def adopt_store(store: Store, *, store_name: str, now_s: float) -> ClusterRecord | None:
@@ -159,6 +166,7 @@ class _RowsToRestore:
         self.written_last: dict[str, bytes] = {}
         self.row_count = 0
         self.size_bytes = 0
+        self.dropped_token_count = 0
         self._digest = hashlib.sha256()
         self._rows = (row for row in rows if self._record_if_written_last_and_check_is_restored(row))
 
@@ -184,9 +192,26 @@ class _RowsToRestore:
         if key in _KEYS_WRITTEN_LAST:
             self.written_last[key] = value
             return False
+        if _is_unused_join_token(key, value):
+            self.dropped_token_count += 1
+            return False
         # Controllers register again when they start; agents must not look for the previous ones.
         is_of_servers = key.startswith((CONTROLLER_KEY_PREFIX, SERVER_RELEASE_KEY_PREFIX))
         return not is_of_servers and key not in (LEADER_KEY, RESTORE_MARK_KEY)
+
+
+def _is_unused_join_token(key: str, value: bytes) -> bool:
+    """Whether this is the row of a token that admits a machine once. It may have been used after the backup,
+    or revoked, so it is not restored. Readable, too, if a newer release wrote it."""
+    if not key.startswith(_TOKEN_KEY_PREFIX):
+        return False
+    try:
+        record = msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return False
+    return (
+        isinstance(record, dict) and record.get("kind") in _JOIN_TOKEN_KINDS and record.get("used_at") is None
+    )
 
 
 def update_digest_with_row(digest: hashlib._Hash, row: BackupRow) -> None:

@@ -14,11 +14,11 @@ from genie.controller.store import Compare, Delete, KeyValue, Store
 from genie.errors import StoreCorruptError, UsageError
 
 
-async def delete_records_of_server(store: Store, etcd_member: str) -> list[str]:
-    """Delete the addresses and releases of the controllers beside this member of etcd; return the addresses.
+async def delete_records_of_server(store: Store, etcd_member: str) -> list[ServerRelease]:
+    """Delete the addresses and releases of the controllers beside this member of etcd; return the releases.
 
     Raise UsageError while one of them leads: agents must know the address of the leader."""
-    addresses: list[str] = []
+    deleted: list[ServerRelease] = []
     for item in (await store.range(SERVER_RELEASE_KEY_PREFIX)).items:
         try:
             server = msgspec.json.decode(item.value, type=ServerRelease)
@@ -28,8 +28,8 @@ async def delete_records_of_server(store: Store, etcd_member: str) -> list[str]:
             await _delete_unless_leading(
                 store, item.key.removeprefix(SERVER_RELEASE_KEY_PREFIX), etcd_member=etcd_member
             )
-            addresses.append(server.address)
-    return addresses
+            deleted.append(server)
+    return deleted
 
 
 async def _delete_unless_leading(store: Store, name: str, *, etcd_member: str) -> None:

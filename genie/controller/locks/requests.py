@@ -11,7 +11,7 @@ from genie.controller.locks.lock_table import LockTable
 from genie.controller.locks.waiters import LockWaiter
 from genie.controller.requests.open_waits import OpenWaits, too_many_open_error
 from genie.controller.requests.reply_size import truncate_to_reply
-from genie.model.lock import check_lock_holder, check_lock_ttl_s, validate_lock_name
+from genie.model.lock import check_lock_holder, validate_lock_name
 from genie.model.messages.locks import (
     AcquireLock,
     BreakLock,
@@ -49,7 +49,7 @@ class LockRequests:
             acquisition_id=_validate_acquisition_id(request.acquisition_id),
             holder=check_lock_holder(request.holder),
             owner=identity.token_id,
-            ttl_s=check_lock_ttl_s(request.ttl_s),
+            ttl_s=request.ttl_s,
             peer=connection.peer,
         )
         if not wait_s:

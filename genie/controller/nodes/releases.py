@@ -38,6 +38,8 @@ class ServerRelease(Facts, frozen=True, kw_only=True):
     announced_at: float
     etcd_member: str = ""
     """Name of the member of etcd on its machine; empty if Genie does not manage etcd."""
+    owner_token_id: str = ""
+    """ID of the owner token on its machine, which is revoked with the server; empty if it is not known."""
 
 
 class ServerReleases:
@@ -51,9 +53,11 @@ class ServerReleases:
         clock: Clock,
         set_cluster_release: Callable[[Release], None],
         etcd_member: str = "",
+        get_owner_token_id: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._etcd_member = etcd_member
+        self._get_owner_token_id = get_owner_token_id
         self._key = SERVER_RELEASE_KEY_PREFIX + name
         self._clock = clock
         self._set_cluster_release = set_cluster_release
@@ -65,16 +69,22 @@ class ServerReleases:
         one that does not work with it, unless this server is already one of the cluster."""
         now = self._clock.wall_s()
         before = self._announced
+        owner_token_id = (before.owner_token_id if before else "") or self._get_owner_token_id()
         if (
             before is not None
             and before.address == address
+            and before.owner_token_id == owner_token_id
             and abs(now - before.announced_at) < _ANNOUNCE_INTERVAL_S
         ):
             return
         if before is None:
             await self._check_works_with_other_servers()
         record = ServerRelease(
-            version=__version__, address=address, announced_at=now, etcd_member=self._etcd_member
+            version=__version__,
+            address=address,
+            announced_at=now,
+            etcd_member=self._etcd_member,
+            owner_token_id=owner_token_id,
         )
         await self._store.commit([], [Put(self._key, msgspec.json.encode(record))])
         self._announced = record

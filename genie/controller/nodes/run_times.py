@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from genie.model.job import Job
 from genie.processes.clock import Clock
 
+_ELAPSED_S_MAX = 100 * 365 * 86400.0
+
 
 class RunTimes:
     def __init__(self, clock: Clock) -> None:
@@ -20,8 +22,9 @@ class RunTimes:
         """By job: the epoch, and when its first worker started, in monotonic time of this controller."""
 
     def record(self, job: Job, elapsed_s: float) -> None:
-        """Record the elapsed time of a worker, from a heartbeat; 0 if it has not started."""
-        if job.spec.constraints.time_limit_s is None or not elapsed_s > 0:
+        """Record the elapsed time of a worker, from a heartbeat; 0 if it has not started. Ignores one that
+        cannot be."""
+        if job.spec.constraints.time_limit_s is None or not 0 < elapsed_s <= _ELAPSED_S_MAX:
             return
         began_s = self._clock.monotonic_s() - elapsed_s
         epoch, earliest_s = self._start_by_job.get(job.job_id, (job.epoch, began_s))

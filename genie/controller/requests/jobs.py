@@ -58,7 +58,7 @@ class JobReads:
 
     async def list_jobs(self, connection: Connection, request: ListJobs) -> JobsReply:
         self._check_readable()
-        limit = min(max(request.limit, 1), LIST_MAX)
+        limit = min(request.limit, LIST_MAX)
         identity = connection.identity
         newest = self._jobs.visible_jobs_newest_first(
             request.states, identity, before=request.before_sequence, limit=limit + 1

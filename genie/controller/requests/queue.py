@@ -90,7 +90,7 @@ class QueueRequests:
         self._check_readable()
         identity = connection.identity
         queue = self._queued_jobs_in_order()
-        limit = min(max(request.limit, 1), LIST_MAX)
+        limit = min(request.limit, LIST_MAX)
         visible = [(at, job, wait) for at, (job, wait) in enumerate(queue, 1) if can_see(identity, job)]
         jobs = [
             QueuedJob(

@@ -290,6 +290,7 @@ class RequestService:
             kind=identity.kind,
             leading=self._ledger.is_up_to_date,
             controllers=connection.announced_controller_addresses,
+            generation=self._election.cluster_generation,
         )
 
     async def _handle_server_hello(self, connection: Connection, request: ServerHello) -> Done:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from genie.controller.checks import check_heartbeat_interval_s, check_node, clamp_wait_s
+from genie.controller.checks import check_node, clamp_wait_s
 from genie.controller.connection import Connection, Handlers
 from genie.controller.election import Election
 from genie.controller.jobs.sessions import Sessions
@@ -58,7 +58,7 @@ class SessionRequests:
 
     async def session_heartbeat(self, connection: Connection, request: SessionHeartbeat) -> NodesReply:
         check_node(request.node)
-        interval_s = check_heartbeat_interval_s(request.interval_s)
+        interval_s = request.interval_s
         self._check_readable()
         self._sessions.renew_lease(
             connection.identity, request.node.node_id, interval_s=interval_s, peer=connection.peer

@@ -32,13 +32,24 @@ from genie.model.messages.handshake import (
     SignExecutor,
 )
 from genie.model.messages.locks import AcquireLock, BreakLock, ListLocks, ReleaseLock, RenewLock
+from genie.model.messages.numbers import CHUNK_BYTES_MAX as CHUNK_BYTES_MAX
+from genie.model.messages.numbers import LOG_OFFSET_MAX as LOG_OFFSET_MAX
+from genie.model.messages.numbers import (
+    AcceleratorNumber,
+    ChunkBytes,
+    Counter,
+    GraceS,
+    IntervalS,
+    ListLimit,
+    Offset,
+    TokenTtlS,
+    WaitS,
+    WorkerRank,
+)
 from genie.model.node import NodeInfo
 from genie.model.record import Facts, Record
 from genie.model.tenant import QuotaRecord, TokenKind, TokenRecord
 
-CHUNK_BYTES_MAX = 512 * 1024
-LOG_OFFSET_MAX = (1 << 62) - 1
-"""Files cannot be longer than 2^63 bytes."""
 WAIT_S_MAX = 30.0
 
 
@@ -111,7 +122,7 @@ class Leave(Request[Done], frozen=True, kw_only=True):
     """Sent by an agent that shuts down, to remove its node. Rejected while the node has allocations."""
 
     node_id: str
-    incarnation: int
+    incarnation: Counter
 
 
 class GossipSettings(Message, frozen=True, kw_only=True):
@@ -150,7 +161,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
 class Heartbeat(Report[HeartbeatAck], frozen=True, kw_only=True):
     node_id: str
-    incarnation: int
+    incarnation: Counter
     node: NodeInfo
     running: tuple[RunningJob, ...] = ()
     exits: tuple[ExitReport, ...] = ()
@@ -163,14 +174,14 @@ class ConfirmLaunch(Request[Done], frozen=True, kw_only=True):
     """
 
     job_id: str
-    epoch: int
-    incarnation: int
-    wait_s: float = 0.0
+    epoch: Counter
+    incarnation: Counter
+    wait_s: WaitS = 0.0
 
 
 class ExecutorReady(Request[Done], frozen=True, kw_only=True):
     job_id: str
-    epoch: int
+    epoch: Counter
     endpoint: Endpoint
 
 
@@ -181,10 +192,10 @@ class Launch(Request[Done], frozen=True, kw_only=True):
     tenant: str
     spec: JobSpec
     placement: Placement
-    leader_token: int
+    leader_token: Counter
     ticket_sha256: str = ""
     """Sessions only: hash of the ticket of the client."""
-    rank: int = 0
+    rank: WorkerRank = 0
     hosts: tuple[str, ...] = ()
     """Addresses of the workers of the job, by rank."""
     has_deadman_timer: bool = msgspec.field(default=True, name="deadman")
@@ -201,10 +212,10 @@ class Kill(Request[Done], frozen=True, kw_only=True):
     """
 
     job_id: str
-    epoch: int
-    leader_token: int
+    epoch: Counter
+    leader_token: Counter
     reason: str
-    grace_s: float | None = None
+    grace_s: GraceS | None = None
 
 
 # --- Jobs -------------------------------------------------------------------------------------
@@ -226,7 +237,7 @@ class GetJob(Request[JobReply], frozen=True, kw_only=True):
 
     job_id: str
     while_state: JobState | None = None
-    wait_s: float = 0.0
+    wait_s: WaitS = 0.0
 
 
 class JobsReply(AgedReply, frozen=True, kw_only=True):
@@ -238,8 +249,8 @@ class JobsReply(AgedReply, frozen=True, kw_only=True):
 
 class ListJobs(Request[JobsReply], frozen=True, kw_only=True):
     states: tuple[JobState, ...] = ()
-    before_sequence: int | None = None
-    limit: int = 100
+    before_sequence: Counter | None = None
+    limit: ListLimit = 100
 
 
 class CancelJob(Request[JobReply], frozen=True, kw_only=True):
@@ -271,7 +282,7 @@ class QueueReply(AgedReply, frozen=True, kw_only=True):
 
 
 class GetQueue(Request[QueueReply], frozen=True, kw_only=True):
-    limit: int = 100
+    limit: ListLimit = 100
 
 
 class NodesRuledOut(Record, frozen=True, kw_only=True):
@@ -322,12 +333,12 @@ class ReadLog(Request[LogChunk], frozen=True, kw_only=True):
     """Standard output and error in one stream. Served by controllers and agents."""
 
     job_id: str
-    offset: int = 0
-    bytes_max: int = CHUNK_BYTES_MAX
-    wait_s: float = 0.0
-    run_number: int = msgspec.field(default=0, name="run")
+    offset: Offset = 0
+    bytes_max: ChunkBytes = CHUNK_BYTES_MAX
+    wait_s: WaitS = 0.0
+    run_number: Counter = msgspec.field(default=0, name="run")
     """Number of the run; 0 for the last. One more than the last: the next run."""
-    epoch: int = 0
+    epoch: Counter = 0
     """Identifies the run for agents; 0 for the last."""
 
 
@@ -346,7 +357,7 @@ class PutBlob(Request[BlobStatus], frozen=True, kw_only=True):
     """Chunks in order; `last` completes the blob, after its digest was verified."""
 
     digest: str
-    offset: int
+    offset: Offset
     data: bytes
     is_last: bool = msgspec.field(name="last")
 
@@ -358,7 +369,7 @@ class BlobChunk(Message, frozen=True, kw_only=True):
 
 class GetBlob(Request[BlobChunk], frozen=True, kw_only=True):
     digest: str
-    offset: int
+    offset: Offset
 
 
 class StatReplica(Request[BlobStatus], frozen=True, kw_only=True):
@@ -373,7 +384,7 @@ class PutReplica(Request[BlobStatus], frozen=True, kw_only=True):
 
     digest: str
     tenant: str
-    offset: int
+    offset: Offset
     data: bytes
     is_last: bool
 
@@ -383,7 +394,7 @@ class GetReplica(Request[BlobChunk], frozen=True, kw_only=True):
 
     digest: str
     tenant: str
-    offset: int
+    offset: Offset
 
 
 class ForwardedReply(Message, frozen=True, kw_only=True):
@@ -557,7 +568,7 @@ class CreateToken(Request[TokenCreated], frozen=True, kw_only=True):
     kind: TokenKind
     tenant: str = ""
     name: str = ""
-    ttl_s: float | None = None
+    ttl_s: TokenTtlS | None = None
 
 
 class RevokeToken(Request[Done], frozen=True, kw_only=True):
@@ -588,7 +599,7 @@ class ReadBackup(Request[BackupChunk], frozen=True, kw_only=True):
     """`offset` is the number of bytes received so far; the last chunk can be requested again."""
 
     backup_id: str
-    offset: int
+    offset: Offset
 
 
 class CloseBackup(Request[Done], frozen=True, kw_only=True):
@@ -634,7 +645,7 @@ class SessionHeartbeat(Report[NodesReply], frozen=True, kw_only=True):
     """Heartbeat of a client; the reply lists the nodes."""
 
     node: NodeInfo
-    interval_s: float = 0.0
+    interval_s: IntervalS = 0.0
     """Announced interval until the next heartbeat; 0: not announced."""
 
 
@@ -657,13 +668,13 @@ class OpenDevice(Request[DeviceReply], frozen=True, kw_only=True):
 
     session_node_id: str
     node_id: str
-    gpu_id: int
+    gpu_id: AcceleratorNumber
     request_id: str
 
 
 class WaitDevice(Request[DeviceReply], frozen=True, kw_only=True):
     job_id: str
-    wait_s: float = 0.0
+    wait_s: WaitS = 0.0
 
 
 def reply_type(request: type[Request[_Reply]]) -> type[_Reply]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from genie.model.messages.base import Done, Message, Report, Request
+from genie.model.messages.numbers import Counter
 from genie.model.tenant import TokenKind
 
 
@@ -16,6 +17,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     leading: bool
     controllers: tuple[str, ...] = ()
     """host:port of all known controllers, this one included."""
+    generation: int | None = None
+    """Of the cluster in the store of this controller; None if it has not read it yet."""
 
 
 class Hello(Report[Welcome], frozen=True, kw_only=True):
@@ -103,5 +106,5 @@ class SignExecutor(Request[Certificate], frozen=True, kw_only=True):
     """An agent requests the certificate of an executor before it starts it."""
 
     job_id: str
-    epoch: int
+    epoch: Counter
     csr_pem: str

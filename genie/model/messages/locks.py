@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from genie.model.messages.base import Message, Request
+from genie.model.messages.numbers import Counter, LockTtlS, WaitS
 from genie.model.record import Facts
 
 
@@ -22,8 +23,8 @@ class AcquireLock(Request[LockGrant], frozen=True, kw_only=True):
     name: str
     acquisition_id: str
     holder: str
-    ttl_s: float
-    wait_s: float = 0.0
+    ttl_s: LockTtlS
+    wait_s: WaitS = 0.0
 
 
 class LockRenewal(Message, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class LockRenewal(Message, frozen=True, kw_only=True):
 class RenewLock(Request[LockRenewal], frozen=True, kw_only=True):
     name: str
     acquisition_id: str
-    fencing_token: int
+    fencing_token: Counter
 
 
 class LockReleased(Message, frozen=True, kw_only=True):

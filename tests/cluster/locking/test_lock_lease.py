@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from genie.cluster.locking.lock_lease import LockLease, make_timeout_error
+from genie.cluster.locking.lock_lease import LOCK_REPLY_ALLOWANCE_S, LockLease, make_timeout_error
 from genie.errors import DeadlineError, LockLimitError, LockLostError, NotLeaderError
 from genie.model.lock import HOLDER_LEASE_SHARE
 from genie.model.messages.locks import (
@@ -129,6 +129,30 @@ async def test_a_release_waits_no_longer_than_the_time_to_live(
     assert await lease.release()
     assert isinstance(sender.requests[-1], ReleaseLock)
     assert sender.timeouts_s[-1] == TTL_S
+
+
+async def test_the_timeout_of_an_acquisition_limits_its_requests(
+    clock: FakeClock, sender: ScriptedSender
+) -> None:
+    lease = make_lease(clock, sender)
+    no_quorum = NotLeaderError("no controller of the cluster accepted the request", hint="start etcd")
+    sender.answers[AcquireLock].append(lambda: reply_after(clock, 4.0, no_quorum))
+    assert not await lease.acquire(timeout_s=1.0)
+    assert sender.timeouts_s[0] == 1.0 + LOCK_REPLY_ALLOWANCE_S
+    error = make_timeout_error(lease, 1.0)
+    assert str(error) == f"could not acquire lock 'l' within 1 s: {no_quorum}"
+    assert error.exit_code == 124
+
+
+async def test_a_waiting_acquisition_reports_once_that_another_client_holds_the_lock(
+    clock: FakeClock, sender: ScriptedSender
+) -> None:
+    lease, reports = make_lease(clock, sender), list[str]()
+    sender.answers[AcquireLock].extend([LockGrant(holder="other"), LockGrant(holder="other")])
+    assert await lease.acquire(timeout_s=None, on_waiting=lambda: reports.append(lease.other_holder))
+    assert reports == ["other"]
+    waits = [request.wait_s for request in sender.requests if isinstance(request, AcquireLock)]
+    assert waits == [0.0, TTL_S / 3, TTL_S / 3]
 
 
 async def test_polls_are_shorter_than_the_lease(clock: FakeClock, sender: ScriptedSender) -> None:

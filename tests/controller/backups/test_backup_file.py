@@ -55,6 +55,22 @@ def test_an_aborted_backup_keeps_the_previous_one(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_an_existing_temporary_file_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _size: "guessed")
+    planted, victim = tmp_path / ".backup.guessed.new", tmp_path / "victim"
+    victim.write_text("precious")
+    if is_link:
+        planted.symlink_to(victim)
+    else:
+        planted.hardlink_to(victim)
+    with pytest.raises(BackupError, match="could not write the backup"):
+        BackupWriter(tmp_path / "backup")
+    assert victim.read_text() == "precious"
+
+
 def test_another_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "thesis"
     path.write_text("years of work")

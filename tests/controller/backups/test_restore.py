@@ -19,6 +19,7 @@ from genie.controller.store import Put, Store, TxnResult
 from genie.errors import BackupError, StoreNotEmptyError, StoreUnavailableError
 from genie.model.fencing import GENERATION_MAX
 from genie.model.release import OWN_RELEASE
+from genie.model.tenant import TokenKind, TokenRecord
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import run_inline
 from genie.sim.store import MemoryStore
@@ -98,6 +99,27 @@ async def test_all_rows_are_restored_except_the_addresses_of_controllers(tmp_pat
     assert msgspec.json.decode(cluster, type=ClusterRecord) == restored.cluster
     assert restored.cluster == ClusterRecord(cluster_id="c", ca_pin="-", generation=5)
     assert msgspec.json.decode(epochs, type=Counter).value == 5 << 24
+
+
+async def test_unused_tokens_that_admit_a_machine_are_not_restored(tmp_path: Path) -> None:
+    def row(kind: TokenKind, used_at: float | None = None) -> bytes:
+        record = TokenRecord(token_id="t", kind=kind, secret_sha256="s", created_at=1.0, used_at=used_at)
+        return msgspec.json.encode(record)
+
+    kept = {
+        "token/user": row(TokenKind.USER),
+        "token/node": row(TokenKind.NODE),
+        "token/used": row(TokenKind.JOIN, used_at=2.0),
+        "token/unreadable": b"{",
+    }
+    newer = b'{"kind":"server-join","added_by_a_newer_release":1}'
+    dropped = {"token/j": row(TokenKind.JOIN), "token/s": row(TokenKind.SERVER_JOIN), "token/n": newer}
+    reader = await _back_up(tmp_path / "backup", {**kept, **dropped})
+    async with _open_memory() as store:
+        restored = await _restore(reader, store)
+        found = await _read_all(store)
+    assert {key: value for key, value in found.items() if key.startswith("token/")} == kept
+    assert restored.dropped_token_count == len(dropped)
 
 
 async def test_epochs_of_two_generations_never_overlap(tmp_path: Path) -> None:

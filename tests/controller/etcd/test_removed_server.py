@@ -20,7 +20,12 @@ from tests.waiting import until
 
 async def store_records_of_server(store: MemoryStore, name: str, *, etcd_member: str) -> None:
     servers = ServerReleases(
-        store, name=name, etcd_member=etcd_member, clock=FakeClock(), set_cluster_release=lambda release: None
+        store,
+        name=name,
+        etcd_member=etcd_member,
+        get_owner_token_id=lambda: f"token-of-{name}",
+        clock=FakeClock(),
+        set_cluster_release=lambda release: None,
     )
     await servers.announce(f"{name}:5555")
     await store.commit([], [Put(CONTROLLER_KEY_PREFIX + name, f"{name}:5555".encode())])
@@ -38,7 +43,8 @@ async def test_only_the_records_of_that_server_are_deleted() -> None:
     before = await list_keys(store)
     assert await delete_records_of_server(store, "s9") == []
     assert await list_keys(store) == before
-    assert await delete_records_of_server(store, "s2") == ["c2:5555"]
+    (deleted,) = await delete_records_of_server(store, "s2")
+    assert (deleted.address, deleted.owner_token_id) == ("c2:5555", "token-of-c2")
     assert before - await list_keys(store) == {CONTROLLER_KEY_PREFIX + "c2", SERVER_RELEASE_KEY_PREFIX + "c2"}
     await store.close()
 
@@ -53,7 +59,7 @@ async def test_address_of_the_leader_is_not_deleted() -> None:
         await delete_records_of_server(store, "s1")
     assert await list_keys(store) == before
     await store.commit([], [Delete(LEADER_KEY)])
-    assert await delete_records_of_server(store, "s1") == ["c1:5555"]
+    assert [each.address for each in await delete_records_of_server(store, "s1")] == ["c1:5555"]
     await store.close()
 
 
