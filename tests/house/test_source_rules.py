@@ -43,13 +43,17 @@ LOOSE_TASKS: dict[str, str] = {
 QUIET_CATCHES: dict[str, str] = {
     "genie/controller/store/sqlite_file.py::SqliteFile.run_group": "retries each part separately, which logs",
     "genie/cluster/lifecycle/loop_thread.py::LoopThread._run_submitted_work": "sets it on the future",
-    "genie/controller/ledger/ledger.py::Ledger._commit_next_batch": "_fail_writes() sets it on the futures",
-    "genie/controller/ledger/ledger.py::Ledger.write_each": "returned to the caller as the result of its write",
-    "genie/controller/ledger/ledger.py::Ledger._try_build_write_into_batch": "_resolve_write() sets it",
+    "genie/controller/ledger/ledger.py::Ledger._commit_next_batch": "fail_writes() sets it on the futures",
+    "genie/controller/ledger/ledger.py::Ledger.write_each": (
+        "returned to the caller as the result of its write"
+    ),
+    "genie/controller/ledger/ledger.py::Ledger._try_build_write_into_batch": "resolve_write() sets it",
     "genie/controller/ledger/ledger.py::Ledger._commit_batch": "Quarantine.add() logs it",
     "genie/controller/ledger/quarantine.py::Quarantine.quarantine_row_on_error": "Quarantine.add() logs it",
     "genie/controller/jobs/changes.py::JobChanges._apply_or_quarantine": "Quarantine.add() logs it",
-    "genie/controller/terms/periodic_steps.py::PeriodicStepRunner.run_steps": "_record_step_failure() logs it",
+    "genie/controller/terms/periodic_steps.py::PeriodicStepRunner.run_steps": (
+        "_record_step_failure() logs it"
+    ),
     "genie/grid/remote/core.py::RequestLoop._execute_op_and_reply": (
         "the caller gets it with its traceback; a node has no log"
     ),

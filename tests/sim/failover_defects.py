@@ -171,7 +171,7 @@ FAILOVER_DEFECTS = {
         _plant_leading_without_a_lease, "recovery", ("cut_any_link",), (5,), "has disappeared"
     ),
     "standby that claims to lead": Defect(
-        _plant_standby_that_claims_to_lead, "power", ("hang_store",), (0,), "without a fault"
+        _plant_standby_that_claims_to_lead, "power", ("hang_store",), (3, 8), "without a fault"
     ),
     "writes that are not fenced": Defect(
         _plant_writes_that_are_not_fenced, "recovery", ("cut_any_link",), (5, 13), "ledger has"

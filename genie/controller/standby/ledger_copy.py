@@ -34,8 +34,8 @@ _REVISION_KEY = "revision"
 
 class LedgerCopy:
     """`write_mark` writes a key that the watch reports, and returns the revision. It is needed only if other
-    programs use the same etcd: their changes raise its revision, but are not in the watch. `on_leader_lost` is
-    called when the leader key is deleted, or has been when the copy is loaded."""
+    programs use the same etcd: their changes raise its revision, but are not in the watch. `on_leader_lost`
+    is called when the leader key is deleted, or has been when the copy is loaded."""
 
     def __init__(
         self,
