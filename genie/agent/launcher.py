@@ -1,8 +1,8 @@
 """Starts and ends the processes of jobs: the `JobLauncher` protocol and `ShimLauncher`.
 
 `ShimLauncher` runs each job under a shim (shim.py), which it controls over a connection. It adopts the shims
-of an earlier agent (adoption.py). A job has ended when all of its processes have (leftovers.py). genie/sim has
-a launcher without processes. Preparing a job is preparation.py's task.
+of an earlier agent. A job has ended when all of its processes have (leftovers.py). genie/sim has a launcher
+without processes. Preparing a job is preparation.py's task.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Protocol
 
 import msgspec
 
-from genie.agent import adoption, job_files, leftovers, shim
-from genie.agent.adoption import AdoptedJob, ShimConnection
+from genie.agent import job_files, leftovers, shim
 from genie.agent.journal import (
     AGENT_LOCK_FILE,
+    PREPARED_LAUNCHES_DIR,
     SHIM_SOCKETS_DIR,
     JobRecord,
     parse_exit_record,
 )
-from genie.agent.leftovers import JOB_DIR_VARIABLE, JobProcesses
+from genie.agent.leftovers import JOB_DIR_VARIABLE, AdoptedJob, JobProcesses, ShimConnection
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.processes import cgroups, files, process_table
@@ -72,6 +72,9 @@ class LaunchPlan:
     socket_path: Path | None = None
     """Where the next agent of the node connects to the shim. The job can only be adopted with this and
     `record`."""
+    prepared_path: Path | None = None
+    """The file with this plan, which the next agent of the node would start. It is removed immediately before
+    the shim is started."""
 
 
 def encode_plan(plan: LaunchPlan) -> bytes:
@@ -130,8 +133,8 @@ class JobLauncher(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases running jobs: the next agent of the node adopts them, unless their dead-man timers end them
-        before."""
+        """Releases running jobs: the next agent of the node adopts them, unless their dead-man timers have
+        ended them before."""
         ...
 
 
@@ -192,13 +195,15 @@ class ShimLauncher:
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
         adopted, rejected = [], {}
-        for connection in adoption.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
+        for connection in leftovers.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
             record = connection.greeting.job
             if record.job_id not in self._shims and may_adopt(record):
                 self._adopt_shim(connection, jobs_dir / record.job_id)
                 adopted.append(connection.greeting.as_adopted_job())
             else:
-                _log.error("ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch)
+                _log.error(
+                    "ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch
+                )
                 rejected[connection.greeting.shim_process] = record.job_id
                 connection.control_socket.close()
                 connection.socket_path.unlink(missing_ok=True)
@@ -238,7 +243,9 @@ class ShimLauncher:
         left = _find_leftovers(
             jobs_dir,
             parents,
-            adopted_groups={group for each in self._shims.values() for group in each.processes.control_groups},
+            adopted_groups={
+                group for each in self._shims.values() for group in each.processes.control_groups
+            },
             adopted_job_ids=frozenset(self._shims),
         )
         left.recorded_processes |= rejected_shims
@@ -345,7 +352,9 @@ class ShimLauncher:
             with theirs, contextlib.ExitStack() as stack:
                 listen_fd = -1
                 if plan.socket_path is not None:
-                    listen_fd = stack.enter_context(adoption.listen(plan.socket_path)).fileno()
+                    listen_fd = stack.enter_context(
+                        leftovers.listen_for_next_agent(plan.socket_path)
+                    ).fileno()
                 process = _spawn_shim(
                     plan, theirs.fileno(), deadman_expiry_s, listen_fd=listen_fd, group=group
                 )
@@ -451,8 +460,8 @@ def kill_jobs_of_stopped_agents(agents_dir: Path, *, excluded_node_id: str = "")
 
 
 def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
-    """Kills what an agent that was killed has left running, if no agent of the node runs now. Returns the
-    number of processes. Blocks."""
+    """Kills what an agent that was killed has left running, and removes what it has left to be started, if no
+    agent of the node runs now. Returns the number of processes. Blocks."""
     if not (node_dir / "jobs").is_dir():
         return 0
     try:
@@ -465,6 +474,8 @@ def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
     try:
         groups = leftovers.read_recorded_control_groups(node_dir / leftovers.CONTROL_GROUPS_FILE)
         count, survivors = _find_leftovers(node_dir / "jobs", groups).kill_all_processes()
+        for name in (PREPARED_LAUNCHES_DIR, SHIM_SOCKETS_DIR):
+            job_files.try_remove_tree(node_dir / name)
     finally:
         lock.release()
     if survivors:
@@ -630,6 +641,8 @@ def _spawn_shim(
     files.write_private(path, json.dumps(config).encode())
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:
+        if plan.prepared_path is not None:
+            plan.prepared_path.unlink(missing_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,
