@@ -60,6 +60,9 @@ ServerBindOption = Annotated[
 ServerPortOption = Annotated[
     str | None, typer.Option(metavar="N", help="With --server: port to listen on (default: 5555).")
 ]
+NoAgentOption = Annotated[
+    bool, typer.Option("--no-agent", help="With --server: run no agent, so that no job runs here.")
+]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
@@ -84,9 +87,13 @@ def up(
         str | None,
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
     ] = None,
-    no_agent: Annotated[
-        bool, typer.Option("--no-agent", help="Start only the controller, no agent.")
-    ] = False,
+    agent: Annotated[
+        bool | None,
+        typer.Option(
+            "--agent/--no-agent",
+            help="Run an agent, so that jobs run here (default: as before with etcd, else --agent).",
+        ),
+    ] = None,
     label: LabelsOption = None,
     rack: RackOption = None,
 ) -> None:
@@ -109,7 +116,7 @@ def up(
 
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
-        arguments += ["--no-agent"] if no_agent else []
+        arguments += [] if agent is None else ["--agent" if agent else "--no-agent"]
         arguments += _label_and_rack_arguments(label, rack)
         background.start_in_background(
             ["up", *arguments],
@@ -124,7 +131,7 @@ def up(
     supervision = local_cluster.run_local_cluster(
         settings,
         progress=output.print_message,
-        agent=not no_agent,
+        agent=agent,
         timeout_s=local_cluster.start_timeout_s(settings),
     )
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
@@ -149,6 +156,7 @@ def join(
         ),
     ] = None,
     server: ServerOption = False,
+    no_agent: NoAgentOption = False,
     bind: ServerBindOption = None,
     port: ServerPortOption = None,
     node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
@@ -164,6 +172,8 @@ def join(
     text = _read_join_token(token, token_file=invocation.token_file, server=server)
     if not server and (bind is not None or port is not None):
         raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
+    if not server and no_agent:
+        raise UsageError("--no-agent requires --server", hint="without an agent, a node runs nothing")
     given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
     given |= _join_settings(controller, token=text, node_id=node_id)
     settings = invocation.load_settings(given, keep_info_logs=True)
@@ -174,7 +184,8 @@ def join(
         from genie.cli import background
 
         flags = {"--node-id": node_id, "--bind": bind, "--port": port}
-        join_command = ["join", controller, *(("--server",) if server else ())]
+        join_command = ["join", controller]
+        join_command += [name for name, value in (("--server", server), ("--no-agent", no_agent)) if value]
         join_command += [f"{name}={value}" for name, value in flags.items() if value is not None]
         join_command += _label_and_rack_arguments(label, rack)
         background.start_in_background(
@@ -185,10 +196,15 @@ def join(
             extra_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
-        output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
+        name = "a server without an agent" if no_agent else running.node_id if running else "-"
+        output.write_line(_format_joined_message(settings, name))
         return
-    start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
-    supervision = start(settings, settings.cluster, progress=output.print_message)
+    if server:
+        supervision = local_cluster.run_joining_server(
+            settings, settings.cluster, progress=output.print_message, agent=not no_agent
+        )
+    else:
+        supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
