@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -63,6 +64,21 @@ ServerPortOption = Annotated[
 NoAgentOption = Annotated[
     bool, typer.Option("--no-agent", help="With --server: run no agent, so that no job runs here.")
 ]
+AgentOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--agent/--no-agent",
+        help="Run an agent, so that jobs run here (default: as before with etcd, else --agent).",
+    ),
+]
+JoinTokenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="T",
+        help="Join token ('genie token create --join'); - reads standard input. "
+        "Visible in the process list; --token-file is not.",
+    ),
+]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
@@ -87,13 +103,7 @@ def up(
         str | None,
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
     ] = None,
-    agent: Annotated[
-        bool | None,
-        typer.Option(
-            "--agent/--no-agent",
-            help="Run an agent, so that jobs run here (default: as before with etcd, else --agent).",
-        ),
-    ] = None,
+    agent: AgentOption = None,
     label: LabelsOption = None,
     rack: RackOption = None,
 ) -> None:
@@ -147,14 +157,7 @@ def join(
     invocation: Invocation,
     *,
     controller: Annotated[str, typer.Argument(metavar="ADDR[:PORT]", help="Address of the controller.")],
-    token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="Join token ('genie token create --join'); - reads standard input. "
-            "Visible in the process list; --token-file is not.",
-        ),
-    ] = None,
+    token: JoinTokenOption = None,
     server: ServerOption = False,
     no_agent: NoAgentOption = False,
     bind: ServerBindOption = None,
@@ -199,12 +202,10 @@ def join(
         name = "a server without an agent" if no_agent else running.node_id if running else "-"
         output.write_line(_format_joined_message(settings, name))
         return
+    start = local_cluster.run_local_agent
     if server:
-        supervision = local_cluster.run_joining_server(
-            settings, settings.cluster, progress=output.print_message, agent=not no_agent
-        )
-    else:
-        supervision = local_cluster.run_local_agent(settings, settings.cluster, progress=output.print_message)
+        start = partial(local_cluster.run_joining_server, agent=not no_agent)
+    supervision = start(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
