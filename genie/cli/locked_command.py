@@ -1,9 +1,9 @@
 """Runs a command while holding a lock: `genie lock run`.
 
-The command is started by processes/command_guard.py, which kills it and all of its descendants when this
-process is killed. Both have a process group of their own; if standard input is a terminal, the group is in
-its foreground. Signals that end this process are passed on to the group. When the lock is lost, all
-descendants of this process are ended, also those in other groups and sessions.
+The command is started by processes/command_guard.py, which ends it and all of its descendants, also those in
+other groups and sessions, when the lock is lost, and kills them when this process is killed. Both have a
+process group of their own; if standard input is a terminal, the group is in its foreground. Signals that end
+this process are passed on to the group.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from genie.cli import output
 from genie.cluster.client import CONNECT_TIMEOUT_S, open_client
 from genie.config import environment_for_command
 from genie.errors import LockTimeoutError
 from genie.model.lock import HOLDER_LEASE_SHARE
-from genie.processes import command_guard, process_table
+from genie.processes import command_guard
 from genie.processes.tasks import unwrapped_task_group
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 TOKEN_ENV_VARIABLE = "GENIE_LOCK_TOKEN"
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DESCENDANTS_CHECK_INTERVAL_S = 0.05
-_KILL_TIMEOUT_S = 10.0
 
 
 class LockedCommand:
@@ -101,54 +99,35 @@ class LockedCommand:
         self, lease: LockLease, keeping: asyncio.Task[None], group: asyncio.TaskGroup
     ) -> int:
         """Return the exit code of the command, which is ended when the lease ends."""
-        process_table.become_subreaper()  # in case that the guard is killed
         read_fd, write_fd = os.pipe()
-        try:
-            guard = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", command_guard.__file__, str(read_fd), *self._argv),
-                env=environment_for_command({TOKEN_ENV_VARIABLE: str(lease.fencing_token)}),
-                process_group=0,
-                pass_fds=(read_fd,),
-            )
+        with os.fdopen(write_fd, "wb", buffering=0) as pipe:
+            try:
+                guard = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", command_guard.__file__, str(read_fd), *self._argv),
+                    env=environment_for_command({TOKEN_ENV_VARIABLE: str(lease.fencing_token)}),
+                    process_group=0,
+                    pass_fds=(read_fd,),
+                )
+            finally:
+                os.close(read_fd)
             with _foreground_process_group(guard.pid), _forwarded_signals(guard.pid):
                 ending = group.create_task(guard.wait())
                 await asyncio.wait({ending, keeping}, return_when=asyncio.FIRST_COMPLETED)
                 if not ending.done():
                     output.print_message(f"genie: ending the command: lock {self._name} was lost")
-                    await self._end_descendants(guard.pid, ending)
+                    await self._end_command(guard.pid, pipe, ending)
                 exit_code = await ending
-                if exit_code < 0:
-                    await _kill_descendants()
-        finally:
-            os.close(read_fd)
-            os.close(write_fd)
+                if exit_code < 0:  # the guard was killed
+                    _signal_process_group(guard.pid, signal.SIGKILL)
         return exit_code if exit_code >= 0 else 128 - exit_code
 
-    async def _end_descendants(self, process_group: int, ending: asyncio.Task[int]) -> None:
+    async def _end_command(self, process_group: int, pipe: IO[bytes], ending: asyncio.Task[int]) -> None:
         """End the command before the leader may grant the lock to another client."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + (1 - HOLDER_LEASE_SHARE) * self._ttl_s
-        if process_table.LINUX:
-            process_table.signal_descendants(os.getpid(), signal.SIGTERM)
-        else:
-            _signal_process_group(process_group, signal.SIGTERM)
-        while not ending.done() or process_table.running_descendants(os.getpid()):
-            left_s = deadline_s - loop.time()
-            if left_s <= 0:
-                break
-            await asyncio.sleep(min(_DESCENDANTS_CHECK_INTERVAL_S, left_s))
-        await _kill_descendants()
-        _signal_process_group(process_group, signal.SIGKILL)
-
-
-async def _kill_descendants() -> None:
-    survivors = await asyncio.to_thread(
-        process_table.kill_descendants, os.getpid(), timeout_s=_KILL_TIMEOUT_S
-    )
-    if survivors:
-        output.print_message(
-            f"genie: could not kill processes of the command: {', '.join(map(str, survivors))}"
-        )
+        with contextlib.suppress(BrokenPipeError):  # it has just ended
+            pipe.write(command_guard.END_REQUEST)
+        _signal_process_group(process_group, signal.SIGCONT)  # it may be stopped with Ctrl-Z
+        await asyncio.wait({ending}, timeout=(1 - HOLDER_LEASE_SHARE) * self._ttl_s)
+        pipe.close()
 
 
 @contextlib.contextmanager

@@ -62,16 +62,22 @@ def parse_size(text: str, *, what: str) -> int:
 
 
 def parse_duration(
-    text: str, *, what: str, zero_allowed: bool = False, high_s: float = TIME_LIMIT_S_MAX
+    text: str,
+    *,
+    what: str,
+    zero_allowed: bool = False,
+    low_s: float = 0.0,
+    high_s: float = TIME_LIMIT_S_MAX,
 ) -> float:
-    """Parse a duration in seconds, more than 0 unless `zero_allowed`."""
+    """Parse a duration in seconds from `low_s` to `high_s`, more than 0 unless `zero_allowed`."""
     seconds = _try_parse_duration_s(text)
-    if seconds is None or not (0 < seconds <= high_s or (zero_allowed and seconds == 0)):
+    if seconds is None or not low_s <= seconds <= high_s or (seconds == 0 and not zero_allowed):
         most = "ten years" if high_s == TIME_LIMIT_S_MAX else format_duration(high_s)
+        least = f"from {format_duration(low_s)}" if low_s else "from 0" if zero_allowed else "above 0"
         why = "is not a duration" if seconds is None else "is out of range"
         raise UsageError(
             f"{what} {_quote_shortened(text)} {why}",
-            hint=f"write 90s, 15m, 2h, 7d or plain seconds, at most {most}",
+            hint=f"write 90s, 15m, 2h, 7d or plain seconds, {least} to {most}",
         )
     return seconds
 

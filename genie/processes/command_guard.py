@@ -1,10 +1,12 @@
 """Runs a command, and kills it with all of its descendants when the process that started this one ends.
 
 Started as a file, `python -I -S command_guard.py PIPE CMD ...`: it imports only the standard library and
-process_table.py. PIPE is the read end of a pipe; its other end is closed when the parent ends, also by
-SIGKILL. As subreaper, this process also finds descendants in other process groups and sessions. It exits with
-the exit code of the command, 128 + N if signal N ended it, 127 if it cannot be run. What the command leaves
-running when it ends is not killed.
+process_table.py. PIPE is the read end of a pipe. END_REQUEST in it ends the command and all descendants with
+SIGTERM; when its other end is closed, also because the parent was killed, they are killed. As subreaper, this
+process also finds descendants in other process groups and sessions.
+
+It exits with the exit code of the command, 128 + N if signal N ended it, 127 if it cannot be run. What the
+command leaves running when it ends by itself is not ended.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ else:  # started as a file, isolated from Genie's own path
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     process_table = importlib.import_module("process_table")
 
+PROGRAM_CHARS_SHOWN = 100
 COMMAND_NOT_FOUND_EXIT_CODE = 127
+END_REQUEST = b"e"
 _KILL_TIMEOUT_S = 10.0
+_DESCENDANTS_CHECK_INTERVAL_MS = 50
 _HANDLED_BY_COMMAND = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -35,31 +40,56 @@ def run(pipe_fd: int, argv: list[str]) -> int:
         command = subprocess.Popen(argv, preexec_fn=process_table.end_with_parent)  # noqa: PLW1509 - one thread
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        sys.stderr.write(f"genie: could not run {argv[0]}: {reason}\n")
+        sys.stderr.write(f"genie: could not run {argv[0][:PROGRAM_CHARS_SHOWN]!r}: {reason}\n")
         return COMMAND_NOT_FOUND_EXIT_CODE
     poll = select.poll()
     poll.register(pipe_fd, select.POLLIN)
     poll.register(signal_fd, select.POLLIN)
-    while (exit_code := _reap_children_and_get_exit_code(command)) is None:
-        for fd, _ in poll.poll():
+    is_ending = False
+    while True:
+        _reap_children(command)
+        if command.returncode is not None and not (
+            is_ending and process_table.running_descendants(os.getpid())
+        ):
+            return command.returncode if command.returncode >= 0 else 128 - command.returncode
+        for fd, _ in poll.poll(_DESCENDANTS_CHECK_INTERVAL_MS if is_ending else None):
             if fd == signal_fd:
                 os.read(signal_fd, 512)
+            elif os.read(pipe_fd, 512):
+                is_ending = True
+                _signal_descendants(signal.SIGTERM)
             else:
-                process_table.kill_descendants(os.getpid(), timeout_s=_KILL_TIMEOUT_S)
-                os.killpg(0, signal.SIGKILL)  # the only way where there is no /proc
-    return exit_code
+                _kill_all()
 
 
-def _reap_children_and_get_exit_code(command: subprocess.Popen[bytes]) -> int | None:
-    """Reap all children that have ended; return the exit code of the command, or None if it runs."""
+def _signal_descendants(number: int) -> None:
+    if process_table.LINUX:
+        process_table.signal_descendants(os.getpid(), number)
+    else:
+        os.killpg(0, number)  # this process handles the signal
+
+
+def _kill_all() -> None:
+    """Kill all descendants, and this process."""
+    survivors = process_table.kill_descendants(os.getpid(), timeout_s=_KILL_TIMEOUT_S)
+    if survivors:
+        pids = ", ".join(map(str, survivors))
+        sys.stderr.write(f"genie: could not kill processes of the command: {pids}\n")
+        sys.stderr.flush()
+    os.killpg(0, signal.SIGKILL)  # all that is possible where there is no /proc
+
+
+def _reap_children(command: subprocess.Popen[bytes]) -> None:
+    """Reap all children that have ended, with orphans; set the exit code of the command when it has."""
     while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
         if pid == 0:
-            return None
+            return
         if pid == command.pid:
-            code = os.waitstatus_to_exitcode(status)
-            command.returncode = code  # reaped here, so that Popen does not wait for it
-            return code if code >= 0 else 128 - code
+            command.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for it
 
 
 def _install_signal_handlers() -> int:

@@ -149,9 +149,9 @@ class Supervisor:
         await self._etcd.start(member)
         member.write(self._state_dir)
 
-    async def join_as_server(self, access: ClusterConfig) -> None:
-        """Makes this machine a server of the cluster of `access`: etcd member, controller and agent. Undoes
-        everything if one of them does not start."""
+    async def join_as_server(self, access: ClusterConfig, *, agent: bool) -> None:
+        """Makes this machine a server of the cluster of `access`: etcd member, controller, and agent if
+        `agent`. Undoes everything if one of them does not start."""
         if access.token is None:
             raise TokenMissingError(
                 "joining as a server requires a token",
@@ -168,10 +168,11 @@ class Supervisor:
         )
         host, port = _address_of_access(access)
         try:
-            await join.run(host, port, token, name=self.node_id)
+            await join.run(host, port, token, name=self.node_id, runs_agent=agent)
             leader = await self.find_access_to_leader(await self.start_controller())
             assert leader is not None, "the join has written an owner token"
-            await self.start_agent(leader)
+            if agent:
+                await self.start_agent(leader)
             join.mark_complete()
         except BaseException:
             await _await_despite_cancellation(self._undo_server_join(join))
@@ -423,11 +424,15 @@ class Supervisor:
 
 @asynccontextmanager
 async def run_local_cluster(
-    settings: Settings, *, progress: ProgressPrinter, timeout_s: float = START_TIMEOUT_S, agent: bool = True
+    settings: Settings,
+    *,
+    progress: ProgressPrinter,
+    timeout_s: float = START_TIMEOUT_S,
+    agent: bool | None = None,
 ) -> AsyncIterator[Supervisor]:
-    """Runs controller and agent (without `agent` only the controller) for the block, which is entered when
-    both have started. The agent of a standby joins through the leader, which requires the leader's owner
-    token.
+    """Runs controller and agent (only the controller if `agent` is False) for the block, which is entered
+    when both have started. A server with etcd remembers `agent`, and uses that for None. The agent of a
+    standby joins through the leader, which requires the leader's owner token.
 
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
@@ -439,13 +444,14 @@ async def run_local_cluster(
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             if uses_local_etcd(settings):
                 await supervisor.start_etcd()
+            runs_agent = _remember_and_get_runs_agent(settings.paths.state_dir, agent)
             access = await supervisor.find_access_to_leader(await supervisor.start_controller())
-            if agent and access is None:
+            if runs_agent and access is None:
                 raise TokenMissingError(
                     "the agent of a standby controller requires the owner token",
                     hint=_copied_state_directory_hint(settings.paths.state_dir),
                 )
-            if agent and access is not None:
+            if runs_agent and access is not None:
                 await supervisor.start_agent(access)
         supervisor.restart_crashed_children(group)
         yield supervisor
@@ -477,15 +483,17 @@ async def run_joining_server(
     *,
     progress: ProgressPrinter,
     timeout_s: float = SERVER_JOIN_TIMEOUT_S,
+    agent: bool = True,
 ) -> AsyncIterator[Supervisor]:
-    """Joins the cluster of `access` as a server and runs etcd member, controller and agent for the block.
+    """Joins the cluster of `access` as a server and runs etcd member, controller and agent (if `agent`) for
+    the block.
 
     A failed join leaves neither an etcd member nor files behind.
     """
     settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD_STORE))
     async with _run_supervisor(settings, progress) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the server"):
-            await supervisor.join_as_server(access)
+            await supervisor.join_as_server(access, agent=agent)
         supervisor.restart_crashed_children(group)
         yield supervisor
 
@@ -532,6 +540,15 @@ async def _await_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
                 cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def _remember_and_get_runs_agent(state_dir: Path, agent: bool | None) -> bool:
+    member = LocalMember.read(state_dir)
+    if member is None:
+        return agent is not False
+    if agent is not None and member.runs_agent != agent:
+        replace(member, runs_agent=agent).write(state_dir)
+    return member.runs_agent if agent is None else agent
 
 
 def start_timeout_s(settings: Settings) -> float:

@@ -132,11 +132,12 @@ class ServerJoin:
         self._incomplete: IncompleteJoin | None = None
         """What is to be undone; None before anything was written."""
 
-    async def run(self, host: str, port: int, token: Token, *, name: str) -> None:
+    async def run(self, host: str, port: int, token: Token, *, name: str, runs_agent: bool) -> None:
         """Returns when the etcd member of this machine votes."""
         self._progress(f"joining {address_text(host, port)} as a server")
         # Before the handover, which uses up the token.
         member = await asyncio.to_thread(new_local_member, self._config, name=name)
+        member = replace(member, runs_agent=runs_agent)
         _check_reachable_by_servers(member, host)
         await self._etcd.check_can_start(member)
         credentials = await fetch_server_credentials(

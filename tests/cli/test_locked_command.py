@@ -47,19 +47,20 @@ class DetachedSleeper:
 
     def __init__(self, folder: Path) -> None:
         self._pid_file = folder / "detached.pid"
-        self._guard_file = folder / "guard.pid"
+        self._command_file = folder / "command.pid"
         self.script = (
+            f"echo $$ > {self._command_file}; "
             f'setsid sh -c \'trap "" TERM; echo $$ > {self._pid_file}.new; '
             f"mv {self._pid_file}.new {self._pid_file}; while true; do sleep 0.1; done' & "
-            f"echo $PPID > {self._guard_file}; sleep 60 & wait"
+            "sleep 60 & wait"
         )
 
     def wait_started(self) -> psutil.Process:
         wait_until(self._pid_file.exists)
         return psutil.Process(int(self._pid_file.read_text()))
 
-    def read_guard_pid(self) -> int:
-        return int(self._guard_file.read_text())
+    def read_command_pid(self) -> int:
+        return int(self._command_file.read_text())
 
 
 @pytest.fixture
@@ -81,7 +82,9 @@ def test_the_exit_code_is_that_of_the_command(controller: LockingController) -> 
     assert run_and_get_exit_code_and_messages("--", "sh", "-c", "exit 3") == (3, "")
     assert run_and_get_exit_code_and_messages("--", "sh", "-c", "kill -TERM $$") == (128 + signal.SIGTERM, "")
     code, messages = run_and_get_exit_code_and_messages("--", "./no-such-program")
-    assert (code, messages) == (127, "genie: could not run ./no-such-program: No such file or directory\n")
+    assert (code, messages) == (127, "genie: could not run './no-such-program': No such file or directory\n")
+    _, messages = run_and_get_exit_code_and_messages("--", "\x1b[31m" + "x" * 5000)
+    assert messages.startswith("genie: could not run '\\x1b[31mxxx") and len(messages) < 200
 
 
 def test_a_lock_that_another_client_holds_has_its_own_exit_codes(controller: LockingController) -> None:
@@ -138,15 +141,18 @@ def test_all_processes_of_the_command_end_when_genie_is_killed(
 
 
 @linux_only
-def test_all_processes_of_the_command_end_when_its_guard_is_killed(
+def test_the_command_ends_when_its_guard_is_killed(
     controller: LockingController, detached: DetachedSleeper
 ) -> None:
     process = start_lock_run("--", "sh", "-c", detached.script)
     sleeper = detached.wait_started()
-    os.kill(detached.read_guard_pid(), signal.SIGKILL)
+    command = psutil.Process(detached.read_command_pid())
+    group = [command, *(each for each in command.children() if each != sleeper)]
+    os.kill(command.ppid(), signal.SIGKILL)
+    assert process.wait(TIMEOUT_S) == 128 + signal.SIGKILL
+    wait_until(lambda: all(map(has_ended, group)))
+    sleeper.kill()  # in another session: docs/LOCKS.md
     process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert has_ended(sleeper)
 
 
 def test_processes_that_the_command_leaves_running_are_not_ended(

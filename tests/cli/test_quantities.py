@@ -70,7 +70,7 @@ def test_duration_may_be_zero_if_allowed_and_has_a_maximum() -> None:
     assert parse_duration("1d", what="--grace", high_s=86400.0) == 86400
     with pytest.raises(UsageError, match="--grace") as caught:
         parse_duration("25h", what="--grace", zero_allowed=True, high_s=86400.0)
-    assert caught.value.hint.endswith("at most 1 d")
+    assert caught.value.hint.endswith("from 0 to 1 d")
 
 
 def test_number_outside_its_range_is_rejected() -> None:
@@ -150,7 +150,7 @@ def test_too_long_duration_names_the_maximum() -> None:
         parse_duration("2d", what="--grace", high_s=86400.0)
     assert (
         str(raised.value)
-        == "--grace '2d' is out of range (write 90s, 15m, 2h, 7d or plain seconds, at most 1 d)"
+        == "--grace '2d' is out of range (write 90s, 15m, 2h, 7d or plain seconds, above 0 to 1 d)"
     )
 
 

@@ -72,10 +72,13 @@ class Server:
         path.chmod(0o600)
         return path
 
-    def join(self, where: str, token_file: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def join(
+        self, where: str, token_file: Path, *options: str, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         return self.run(
             *("join", "--server", where, "--bind", self.host, "--port", str(self.ports[0])),
             *("--node-id", self.name, "--token-file", str(token_file), "--detach"),
+            *options,
             check=check,
         )
 
@@ -105,6 +108,10 @@ class Server:
 
     def list_members(self) -> list[dict[str, object]]:
         return list(json.loads(self.run("etcd", "status", "--json").stdout)["members"])
+
+    def running_processes(self) -> set[str]:
+        running = local_cluster.find_running_cluster(self.state_dir)
+        return set() if running is None else set(running.pids)
 
     def kill_everything(self) -> None:
         running = local_cluster.find_running_cluster(self.state_dir)
@@ -217,6 +224,25 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     assert not (second.state_dir / "controller").exists()
 
 
+def test_a_server_without_an_agent_stays_one(servers: list[Server], tmp_path: Path) -> None:
+    first, second, _ = servers
+    first.start_first()
+    joined = second.join(first.where, first.create_server_token(tmp_path / "server.token"), "--no-agent")
+    assert f"joined {first.where} as a server without an agent" in joined.stdout
+    without_agent = {"up", "controller", "etcd"}
+    assert second.running_processes() == without_agent
+    second.run("down")
+    second.run("up", "--detach")
+    assert second.running_processes() == without_agent
+    nodes = json.loads(first.run("nodes", "--json").stdout)["nodes"]
+    assert len(nodes) == 1
+    second.run("down")
+    second.run("up", "--detach", "--agent")
+    assert second.running_processes() == without_agent | {"agent"}
+    refused = second.run("join", first.where, "--no-agent", check=False)
+    assert refused.returncode == 2 and "--no-agent requires --server" in refused.stderr
+
+
 def test_what_a_killed_join_has_left_is_removed_by_the_next_command(
     servers: list[Server], tmp_path: Path
 ) -> None:
@@ -236,15 +262,11 @@ def test_what_a_killed_join_has_left_is_removed_by_the_next_command(
             failed = second.run("up", "--detach", check=False)
             assert failed.returncode == 2
             assert "the join of this machine as a server was interrupted" in failed.stderr
-            left = [
-                path for path in ("controller", "etcd", "owner.token") if (second.state_dir / path).exists()
-            ]
-            assert not left
+            names = ("controller", "etcd", "owner.token")
+            assert not [name for name in names if (second.state_dir / name).exists()]
             assert "was interrupted" not in second.run("doctor", check=False).stdout
         else:
-            again = first.create_server_token(tmp_path / "again.token")
-            joined = second.join(first.where, again)
-            assert "was interrupted: removing what it has left" in joined.stdout + joined.stderr
+            second.join(first.where, first.create_server_token(tmp_path / "again.token"))
         assert not record.exists()
     members = first.list_members()
     assert [member["healthy"] for member in members] == [True, True]

@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,6 +61,24 @@ ServerBindOption = Annotated[
 ServerPortOption = Annotated[
     str | None, typer.Option(metavar="N", help="With --server: port to listen on (default: 5555).")
 ]
+NoAgentOption = Annotated[
+    bool, typer.Option("--no-agent", help="With --server: run no agent, so that no job runs here.")
+]
+AgentOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--agent/--no-agent",
+        help="Run an agent, so that jobs run here (default: as before with etcd, else --agent).",
+    ),
+]
+JoinTokenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="T",
+        help="Join token ('genie token create --join'); - reads standard input. "
+        "Visible in the process list; --token-file is not.",
+    ),
+]
 DetachOption = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")]
 
 
@@ -84,9 +103,7 @@ def up(
         str | None,
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
     ] = None,
-    no_agent: Annotated[
-        bool, typer.Option("--no-agent", help="Start only the controller, no agent.")
-    ] = False,
+    agent: AgentOption = None,
     label: LabelsOption = None,
     rack: RackOption = None,
 ) -> None:
@@ -109,7 +126,7 @@ def up(
 
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
-        arguments += ["--no-agent"] if no_agent else []
+        arguments += [] if agent is None else ["--agent" if agent else "--no-agent"]
         arguments += _label_and_rack_arguments(label, rack)
         background.start_in_background(
             ["up", *arguments],
@@ -124,7 +141,7 @@ def up(
     supervision = local_cluster.run_local_cluster(
         settings,
         progress=output.print_message,
-        agent=not no_agent,
+        agent=agent,
         timeout_s=local_cluster.start_timeout_s(settings),
     )
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
@@ -140,15 +157,9 @@ def join(
     invocation: Invocation,
     *,
     controller: Annotated[str, typer.Argument(metavar="ADDR[:PORT]", help="Address of the controller.")],
-    token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T",
-            help="Join token ('genie token create --join'); - reads standard input. "
-            "Visible in the process list; --token-file is not.",
-        ),
-    ] = None,
+    token: JoinTokenOption = None,
     server: ServerOption = False,
+    no_agent: NoAgentOption = False,
     bind: ServerBindOption = None,
     port: ServerPortOption = None,
     node_id: Annotated[str | None, typer.Option(metavar="NAME", help="Node ID (default: host name).")] = None,
@@ -164,6 +175,8 @@ def join(
     text = _read_join_token(token, token_file=invocation.token_file, server=server)
     if not server and (bind is not None or port is not None):
         raise UsageError("--bind and --port require --server", hint="an agent listens on no fixed port")
+    if not server and no_agent:
+        raise UsageError("--no-agent requires --server", hint="without an agent, a node runs nothing")
     given = {"controller.bind": bind, "controller.port": port, **_label_and_rack_settings(label, rack)}
     given |= _join_settings(controller, token=text, node_id=node_id)
     settings = invocation.load_settings(given, keep_info_logs=True)
@@ -174,7 +187,8 @@ def join(
         from genie.cli import background
 
         flags = {"--node-id": node_id, "--bind": bind, "--port": port}
-        join_command = ["join", controller, *(("--server",) if server else ())]
+        join_command = ["join", controller]
+        join_command += [name for name, value in (("--server", server), ("--no-agent", no_agent)) if value]
         join_command += [f"{name}={value}" for name, value in flags.items() if value is not None]
         join_command += _label_and_rack_arguments(label, rack)
         background.start_in_background(
@@ -185,9 +199,12 @@ def join(
             extra_timeout_s=local_cluster.SERVER_JOIN_TIMEOUT_S if server else 0.0,
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
-        output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
+        name = "a server without an agent" if no_agent else running.node_id if running else "-"
+        output.write_line(_format_joined_message(settings, name))
         return
-    start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
+    start = local_cluster.run_local_agent
+    if server:
+        start = partial(local_cluster.run_joining_server, agent=not no_agent)
     supervision = start(settings, settings.cluster, progress=output.print_message)
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 

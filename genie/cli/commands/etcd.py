@@ -117,7 +117,7 @@ async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]
         if len(chosen) != 1:
             known = ", ".join(each.info.label for each in statuses)
             problem = "several members have" if chosen else "no member has"
-            raise UsageError(f"{problem} the name {name!r}", hint=f"members: {known}")
+            raise UsageError(f"{problem} the name {name[:80]!r}", hint=f"members: {known}")
         if not chosen[0].problem:
             raise UsageError(
                 f"cannot remove etcd member {name}: it is responding",

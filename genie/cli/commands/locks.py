@@ -83,7 +83,7 @@ def run_locked_command(
     not acquired within --timeout, the exit code is 124, or 75 with --timeout 0.
     """
     from genie.cli.locked_command import LockedCommand
-    from genie.model.lock import LOCK_TTL_S_MAX, check_lock_ttl_s, validate_lock_name
+    from genie.model.lock import LOCK_TTL_S_MAX, LOCK_TTL_S_MIN, validate_lock_name
 
     if not argv:
         raise UsageError("no command given", hint="put it after --, as in: genie lock run NAME -- ./save.sh")
@@ -91,7 +91,7 @@ def run_locked_command(
     locked_command = LockedCommand(
         validate_lock_name(name),
         argv,
-        ttl_s=check_lock_ttl_s(parse_duration(ttl, what="--ttl", high_s=LOCK_TTL_S_MAX)),
+        ttl_s=parse_duration(ttl, what="--ttl", low_s=LOCK_TTL_S_MIN, high_s=LOCK_TTL_S_MAX),
         timeout_s=None if timeout is None else parse_duration(timeout, what="--timeout", zero_allowed=True),
     )
     settings = invocation.load_settings()

@@ -20,6 +20,7 @@ from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_count, format_size, parse_integer
 from genie.errors import ConfigError, TokenMissingError, UnreachableError, UsageError
+from genie.model.fencing import GENERATION_MAX
 
 if TYPE_CHECKING:
     from genie.config import Settings
@@ -37,6 +38,7 @@ store_app = typer.Typer(
 app.add_typer(store_app)
 
 _PROGRESS_INTERVAL_S = 2.0
+_PATH_CHARS_MAX = 4096
 
 BackupFileArgument = Annotated[str, typer.Argument(metavar="FILE", help="File of the backup.")]
 
@@ -61,7 +63,7 @@ def backup(
     It does not contain the certificate authority of the cluster: see "Backup and restore" in the user guide.
     """
     settings = invocation.load_settings({"controller.store": store})
-    path = Path(file).expanduser().absolute()
+    path = _parse_backup_path(file)
     header = asyncio.run(_write_backup_of_controller_or_store(settings, path, direct=store is not None))
     if as_json:
         output.write_json({"file": str(path), "header": output.struct_to_json(header)})
@@ -96,11 +98,11 @@ def restore(
     settings = invocation.load_settings({"controller.store": store})
     _check_store_would_be_used(settings)
     wanted = (
-        None if generation is None else parse_integer(generation, what="--generation", low=1, high=1 << 24)
+        None
+        if generation is None
+        else parse_integer(generation, what="--generation", low=1, high=GENERATION_MAX)
     )
-    restored = asyncio.run(
-        _restore_backup_file(settings, Path(file).expanduser().absolute(), generation=wanted)
-    )
+    restored = asyncio.run(_restore_backup_file(settings, _parse_backup_path(file), generation=wanted))
     if as_json:
         output.write_json(
             {
@@ -120,6 +122,22 @@ def restore(
             "cannot be used: create new ones"
         )
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
+
+
+def _parse_backup_path(text: str) -> Path:
+    """Raise UsageError for what cannot be the name of a file, or could not be printed."""
+    shown = repr(text if len(text) <= 80 else f"{text[:77]}...")
+    if not text.isprintable() or len(text) > _PATH_CHARS_MAX:
+        raise UsageError(
+            f"FILE {shown} is too long or has control characters",
+            hint=f"give a path of at most {_PATH_CHARS_MAX} printable characters",
+        )
+    path = Path(text).expanduser().absolute()
+    if not text or path.is_dir():
+        raise UsageError(
+            f"FILE {shown} is {'a directory' if text else 'empty'}", hint="give the path of a file"
+        )
+    return path
 
 
 def _check_store_would_be_used(settings: Settings) -> None:
@@ -211,6 +229,11 @@ def migrate(
     controller with the new store.
     """
     settings = invocation.load_settings({"controller.store": source})
+    for name, url in (("--to", to), ("--from", source)):
+        if url == "":
+            raise UsageError(
+                f"{name} '' is empty", hint="give a store URL, such as sqlite or etcd://HOST:PORT"
+            )
     target = invocation.load_settings({"controller.store": to})
     path, restored = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")

@@ -38,6 +38,8 @@ class LocalMember:
     """Port of the controller of this machine; 0: not known."""
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of the other members, for clients."""
+    runs_agent: bool = True
+    """Whether jobs run on this machine: they could read the key of the CA."""
 
     @classmethod
     def read(cls, state_dir: Path) -> LocalMember | None:
@@ -53,6 +55,7 @@ class LocalMember:
                 bind=str(body["bind"]),
                 controller_port=int(body["controller_port"]),
                 endpoints=tuple(str(endpoint) for endpoint in body["endpoints"]),
+                runs_agent=bool(body.get("runs_agent", True)),
             )
         except FileNotFoundError:
             return None
@@ -72,6 +75,7 @@ class LocalMember:
             "bind": self.bind,
             "controller_port": self.controller_port,
             "endpoints": list(self.endpoints),
+            "runs_agent": self.runs_agent,
         }
         directory = files.make_private_directory(etcd_member_directory(state_dir))
         files.write_private(directory / _MEMBER_RECORD_FILE, json.dumps(body).encode())

@@ -25,6 +25,7 @@ from genie.model.messages import Done, DrainNode, DrainStarted, EmptyNode, Undra
 _log = logging.getLogger(__name__)
 
 DRAIN_REASON_CHARS_MAX = 200
+_REASON_CHARS_SHOWN = 60
 MOVED_JOBS_PER_TICK_MAX = 200
 """Jobs that one tick moves from all draining nodes together, so that they are placed again in their order and
 do not fill the queue at once."""
@@ -129,7 +130,10 @@ class NodeDrains:
     async def _start_drain(self, node_id: str, reason: str, *, moves_jobs: bool) -> None:
         reason = reason.strip()
         if len(reason) > DRAIN_REASON_CHARS_MAX or not reason.isprintable():
-            raise UsageError(f"the reason must be one line of at most {DRAIN_REASON_CHARS_MAX} characters")
+            raise UsageError(
+                f"the reason {reason[:_REASON_CHARS_SHOWN]!r} with {len(reason)} characters is not allowed",
+                hint=f"give one line of at most {DRAIN_REASON_CHARS_MAX} printable characters",
+            )
         await self._set_drain(
             node_id,
             f"draining: {reason}" if reason else "draining",

@@ -12,6 +12,7 @@ from genie.processes.clock import Clock
 if TYPE_CHECKING:
     from genie.controller.store.etcd_address import EtcdAddress
 
+_URL_CHARS_SHOWN = 100
 CONTROLLER_DIRECTORY = "controller"
 """Directory of a controller below the state directory."""
 LOCAL_ETCD_STORE = "etcd"
@@ -74,7 +75,7 @@ def _no_local_member_error(state_dir: Path) -> ConfigError:
 
 def _invalid_url_error(url: str) -> ConfigError:
     return ConfigError(
-        f"invalid store URL {url!r}",
+        f"invalid store URL {url[:_URL_CHARS_SHOWN]!r}",
         hint="allowed: sqlite, sqlite:/PATH/TO/FILE, etcd, etcd://HOST:PORT[,HOST:PORT], "
         "etcds://HOST:PORT?ca=FILE",
     )

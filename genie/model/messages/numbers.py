@@ -20,6 +20,7 @@ LOG_OFFSET_MAX = (1 << 62) - 1
 LIST_LIMIT_MAX = 1_000_000
 """A reply has fewer entries: at most LIST_MAX, and as many as fit into a frame."""
 _ACCELERATOR_NUMBER_MAX = 1 << 20
+_REQUESTED_WAIT_S_MAX = 1e9
 
 Counter = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """An epoch, incarnation, sequence number, number of a run, or fencing token."""
@@ -29,8 +30,8 @@ ChunkBytes = Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES_MAX)]
 ListLimit = Annotated[int, msgspec.Meta(ge=1, le=LIST_LIMIT_MAX)]
 AcceleratorNumber = Annotated[int, msgspec.Meta(ge=0, le=_ACCELERATOR_NUMBER_MAX)]
 WorkerRank = Annotated[int, msgspec.Meta(ge=0, le=WORKERS_MAX - 1)]
-WaitS = Annotated[float, msgspec.Meta(ge=0.0, le=INTERVAL_S_MAX)]
-"""A server waits no longer than WAIT_S_MAX."""
+WaitS = Annotated[float, msgspec.Meta(ge=0.0, le=_REQUESTED_WAIT_S_MAX)]
+"""A server waits no longer than WAIT_S_MAX: a longer wait is not an error."""
 IntervalS = Annotated[float, msgspec.Meta(ge=0.0, le=INTERVAL_S_MAX)]
 GraceS = Annotated[float, msgspec.Meta(ge=0.0, le=GRACE_S_MAX)]
 LockTtlS = Annotated[float, msgspec.Meta(ge=LOCK_TTL_S_MIN, le=LOCK_TTL_S_MAX)]

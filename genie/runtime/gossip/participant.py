@@ -34,7 +34,7 @@ FIRST_SETTINGS_INTERVAL_S = 1.0
 _UNKNOWN_REQUEST_INTERVAL_S = 600.0
 """The same with a controller of an earlier release, which closes connections with many unknown requests."""
 _TICK_S = 1.0
-_START_RETRY_S = 30.0
+START_RETRY_S = 30.0
 _JOIN_INTERVAL_S_MIN, _JOIN_INTERVAL_S_MAX = 2.0, 60.0
 _MEMBERS_FILE_INTERVAL_S_MIN = 3.0
 _MEMBERS_FILE_AGE_S_MAX = 30.0
@@ -118,7 +118,7 @@ class GossipParticipant:
                     self._log_failure_once(error)
                 except Exception:  # a task boundary: gossip must not end the process
                     _log.exception("gossip failed")
-                    await self._clock.sleep(_START_RETRY_S)
+                    await self._clock.sleep(START_RETRY_S)
                 await self._clock.sleep(_TICK_S)
         finally:
             await self._stop_gossip()
@@ -136,7 +136,7 @@ class GossipParticipant:
             self.off_reason = "it is disabled in this cluster (gossip.enabled of the servers)"
             await self._stop_gossip()
         elif self._gossip is None and now_s >= self._next_start_s:
-            self._next_start_s = now_s + _START_RETRY_S
+            self._next_start_s = now_s + START_RETRY_S
             await self._start_gossip(settings)
         await self._join_if_due(settings)
         await self._write_members_if_due()

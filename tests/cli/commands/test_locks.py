@@ -132,7 +132,7 @@ def test_a_command_that_a_signal_ended_returns_the_code_of_shells(genie, free_lo
 def test_a_command_that_does_not_exist_releases_the_lock(genie, controller, free_lock) -> None:
     ran = genie("lock", "run", "l", "--", "/nonexistent/program")
     assert ran.code == 127
-    assert "could not run /nonexistent/program: No such file or directory" in ran.err
+    assert "could not run '/nonexistent/program': No such file or directory" in ran.err
     assert isinstance(controller.requests[-1], ReleaseLock)
 
 
@@ -147,11 +147,11 @@ def test_a_command_waits_for_the_lock(genie, controller, free_lock) -> None:
     assert polls[1].acquisition_id == polls[2].acquisition_id
 
 
-@pytest.mark.parametrize("timeout", ["0", "0.2s"])
-def test_a_command_does_not_run_without_the_lock(genie, controller, free_lock, timeout) -> None:
+@pytest.mark.parametrize(("timeout", "code"), [("0", 75), ("0.2s", 124)])
+def test_a_command_does_not_run_without_the_lock(genie, controller, free_lock, timeout, code) -> None:
     controller.replies[AcquireLock] = LockGrant(holder="other (process 3)")
     ran = genie("lock", "run", "l", "--timeout", timeout, "--", "echo", "ran")
-    assert (ran.code, ran.out) == (255, "")
+    assert (ran.code, ran.out) == (code, "")
     assert "could not acquire lock 'l'" in ran.err and "other (process 3) holds it" in ran.err
 
 
@@ -206,7 +206,8 @@ def test_signals_are_passed_on_to_the_command(genie, controller, free_lock, tmp_
         (("l",), "no command given"),
         (("a/b", "--", "true"), "lock name 'a/b' is not allowed"),
         (("l", "--ttl", "2h", "--", "true"), "--ttl '2h' is out of range"),
-        (("l", "--ttl", "0.1s", "--", "true"), "is not allowed"),
+        (("l", "--ttl", "0.1s", "--", "true"), "--ttl '0.1s' is out of range"),
+        (("l", "--ttl", "nan", "--", "true"), "plain seconds, from 1 s to 1 h"),
         (("l", "--timeout", "soon", "--", "true"), "--timeout 'soon' is not a duration"),
     ],
 )

@@ -182,3 +182,23 @@ def test_adopt_without_a_store_is_an_error(genie) -> None:
     ran = genie("store", "adopt")
     assert ran.code != 0
     assert "there is no store at" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (("backup", ""), "FILE '' is empty"),
+        (("backup", "/"), "FILE '/' is a directory"),
+        (("backup", "x" * 5000), "FILE 'xxx"),
+        (("restore", "a\x07\x1b[31m"), "FILE 'a\\x07\\x1b[31m' is too long or has control characters"),
+        (("restore", "b", "--generation", "16777216"), "give an integer from 1 to 16777215"),
+        (("restore", "b", "--generation", "1_0"), "--generation '1_0' is not an integer"),
+        (("migrate", "--to", ""), "--to '' is empty"),
+        (("backup", "b", "--store", "x" * 5000), "invalid store URL 'xxx"),
+    ],
+)
+def test_invalid_arguments_are_named_with_what_is_allowed(genie, argv, shown) -> None:
+    ran = genie("store", *argv)
+    assert ran.code == 2
+    assert shown in ran.err and "hint: " in ran.err
+    assert len(ran.err) < 400 and "\x1b" not in ran.err

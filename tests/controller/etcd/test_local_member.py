@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,18 @@ MEMBER = LocalMember(
 
 def test_written_record_is_read_again(tmp_path: Path) -> None:
     assert LocalMember.read(tmp_path) is None
-    member = replace(MEMBER, endpoints=("10.0.0.2:2379",))
+    member = replace(MEMBER, endpoints=("10.0.0.2:2379",), runs_agent=False)
     member.write(tmp_path)
     assert LocalMember.read(tmp_path) == member
+
+
+def test_record_of_an_earlier_release_has_an_agent(tmp_path: Path) -> None:
+    MEMBER.write(tmp_path)
+    path = etcd_member_directory(tmp_path) / "member.json"
+    body = json.loads(path.read_text())
+    del body["runs_agent"]
+    path.write_text(json.dumps(body))
+    assert LocalMember.read(tmp_path) == MEMBER
 
 
 def test_urls_contain_ipv6_addresses_in_brackets() -> None:

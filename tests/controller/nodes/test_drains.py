@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -204,6 +205,14 @@ async def test_command_that_has_not_started_is_queued_again(tmp_path: Path, spec
             await setup.a.confirm(launch)
         moved = await setup.owner.job(job.job_id)
         assert (moved.run_number, MOVED in [step.reason for step in moved.history]) == (1, True)
+
+
+async def test_a_reason_that_is_not_one_line_is_rejected_by_value(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner, one.agent("n1"):
+        for reason in ("two\nlines", "x" * 201, "\x1b[31m"):
+            with pytest.raises(UsageError, match=re.escape(repr(reason[:60]))) as caught:
+                await owner.ask(DrainNode(node_id="n1", reason=reason))
+            assert "200 printable characters" in caught.value.hint
 
 
 async def test_job_that_matches_only_the_draining_node_waits_with_that_reason(tmp_path: Path) -> None:

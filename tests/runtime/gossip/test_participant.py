@@ -19,7 +19,7 @@ from genie.model.messages import GossipSettings
 from genie.processes.clock import SystemClock
 from genie.processes.tasks import run_inline
 from genie.runtime.gossip.files import find_latest_members
-from genie.runtime.gossip.participant import SETTINGS_INTERVAL_S, GossipParticipant
+from genie.runtime.gossip.participant import SETTINGS_INTERVAL_S, START_RETRY_S, GossipParticipant
 from genie.runtime.gossip.protocol import Gossip, GossipIdentity, GossipSupport
 from genie.sim.gossip import GossipMedium, SimGossip
 from tests.fakes.clock import FakeClock
@@ -170,6 +170,39 @@ async def test_disabled_gossip_stops(inputs: ParticipantInputs) -> None:
         await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
         assert participant.address == "" and "disabled" in participant.off_reason
         assert not inputs.medium.running_members()
+
+
+async def test_member_follows_changes_between_leaders_with_and_without_gossip(
+    inputs: ParticipantInputs,
+) -> None:
+    enabled = inputs.settings
+    async with inputs.running() as participant:
+        for settings in (GossipSettings(), enabled, GossipSettings(), enabled):
+            inputs.settings = settings
+            await inputs.clock.advance(SETTINGS_INTERVAL_S + START_RETRY_S + 1)
+            assert bool(participant.address) == (settings is enabled)
+            assert len(inputs.medium.running_members()) == (settings is enabled)
+
+
+async def test_member_stays_off_after_a_restart_without_a_leader(inputs: ParticipantInputs) -> None:
+    async with inputs.running():
+        inputs.settings = GossipSettings()
+        await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
+    inputs.settings = None
+    async with inputs.running() as participant:
+        await inputs.clock.advance(SETTINGS_INTERVAL_S + 1)
+        assert participant.address == "" and "disabled in this cluster" in participant.off_reason
+        assert not inputs.medium.running_members()
+
+
+async def test_member_that_is_disabled_on_its_machine_takes_no_part_in_an_enabled_cluster(
+    inputs: ParticipantInputs,
+) -> None:
+    support = GossipSupport(off_reason="it is disabled on this machine", is_disabled=True)
+    async with inputs.running(support) as participant:
+        await inputs.clock.advance(2 * SETTINGS_INTERVAL_S)
+        assert participant.address == "" and participant.off_reason == "it is disabled on this machine"
+        assert inputs.fetch_count == 0 and not inputs.medium.running_members()
 
 
 async def test_member_keeps_its_settings_while_the_leader_takes_no_part(inputs: ParticipantInputs) -> None:
