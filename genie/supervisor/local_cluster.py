@@ -75,7 +75,6 @@ _ETCD_STOP_GRACE_S = 10.0
 _AGENT_STOP_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
-_SUPERVISOR_LOCK_FILE = "up.lock"
 _PORT_IN_USE_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
 CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
@@ -319,14 +318,20 @@ class Supervisor:
         # If the host name was in use as node ID, the controller has appended a number.
         given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_configured else r"(-\d+)?"))
         named = [path for path in joined if given.fullmatch(path.name)]
-        if named or self._is_node_id_configured or access.token is not None:
+        if named or self._is_node_id_configured:
             return named[0] if named else None
+        if access.token is not None and not (self._is_own_cluster(access) and len(joined) == 1):
+            return None
         if len(joined) > 1:
             raise UsageError(
                 f"this machine has several nodes of this cluster: {', '.join(path.name for path in joined)}",
                 hint="choose one with --node-id",
             )
         return joined[0] if joined else None
+
+    def _is_own_cluster(self, access: ClusterConfig) -> bool:
+        """Whether this machine hosts the cluster: its node then keeps a name that it was given once."""
+        return access.token == str(read_owner_token(self._state_dir) or "")
 
     @property
     def _is_node_id_configured(self) -> bool:
@@ -482,7 +487,7 @@ async def _run_supervisor(
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
     state_dir = files.make_private_directory(settings.paths.state_dir)
     supervisor = Supervisor(settings, progress=progress)
-    with _hold_supervisor_lock(state_dir):
+    with hold_supervisor_lock(state_dir):
         if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)
         async with unwrapped_task_group() as group:
@@ -611,12 +616,10 @@ def _ignore_write_errors(progress: ProgressPrinter) -> ProgressPrinter:
 
 
 @contextmanager
-def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
-    """Held by the supervisor of this state directory; the kernel releases it when that process dies."""
-    path = (
-        files.make_private_directory(state_dir / process_records.PROCESS_RECORDS_FOLDER)
-        / _SUPERVISOR_LOCK_FILE
-    )
+def hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
+    """Held by the supervisor of this state directory, and by a command that replaces its store; the kernel
+    releases it when that process dies. Raises AgentRunningError if another process holds it."""
+    path = process_records.supervisor_lock_path(state_dir)
     lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise _already_running_error(

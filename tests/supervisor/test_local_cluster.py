@@ -149,7 +149,7 @@ async def test_stop_finishes_despite_repeated_cancellation(tmp_path: Path) -> No
 async def test_error_names_the_process_that_holds_the_lock(tmp_path: Path, progress: ProgressLog) -> None:
     """After 'genie down' a server session still holds the lock."""
     expected = f"process {os.getpid()} .*end that program"
-    with local_cluster._hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
+    with local_cluster.hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
         async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
 
