@@ -43,7 +43,7 @@ from genie.processes.clock import SystemClock
 from genie.runtime import tls
 from genie.runtime.credentials import is_wildcard
 from genie.supervisor import process_records, this_machine
-from genie.supervisor.child import Child
+from genie.supervisor.child import Child, python_module_command
 
 ETCD = "etcd"
 DEFAULT_ETCD_QUOTA_BYTES = 2 * 1024**3
@@ -258,13 +258,23 @@ def etcd_arguments(
 class EtcdMemberProcess:
     """Starts the member and waits until it answers. `child` restarts and stops it."""
 
-    def __init__(self, config: ControllerConfig, *, state_dir: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        state_dir: Path,
+        progress: Callable[[str], None],
+        ends_with_this_process: bool = False,
+    ) -> None:
+        """`ends_with_this_process`: etcd must not survive this process."""
         self._config = config
         self._state_dir = state_dir
         self._progress = progress
         # With an empty environment: etcd rejects ETCD_* variables that repeat its arguments, and would use a
         # proxy. HOME identifies the process in `ps e`.
         command = ["env", "-i", f"HOME={etcd_member_directory(state_dir)}"]
+        if ends_with_this_process:
+            command = [*python_module_command("genie.processes.with_parent"), str(os.getpid()), *command]
         self.child = Child(ETCD, command=command, state_dir=state_dir)
 
     @property

@@ -29,8 +29,7 @@ from genie.controller.etcd.replacement import (
 from genie.controller.store import Store
 from genie.errors import AgentRunningError, ConfigError, StoreNotEmptyError
 from genie.runtime import tls
-from genie.supervisor import process_records
-from genie.supervisor.etcd_member import ETCD, EtcdMemberProcess, new_local_member
+from genie.supervisor.etcd_member import EtcdMemberProcess, new_local_member
 from genie.supervisor.local_cluster import (
     ProgressPrinter,
     find_running_cluster,
@@ -90,7 +89,9 @@ async def build_replacement(
     check_authority_is_of_cluster(state_dir, ca_pin=ca_pin)
     async with hold_stopped_server(state_dir, progress=progress):
         remove_unfinished_data(state_dir)
-        process = EtcdMemberProcess(settings.controller, state_dir=state_dir, progress=progress)
+        process = EtcdMemberProcess(
+            settings.controller, state_dir=state_dir, progress=progress, ends_with_this_process=True
+        )
         try:
             await process.start(member, data_directory=new_data_directory(state_dir))
             store = await EtcdStore.open_address(member.address(state_dir))
@@ -113,7 +114,11 @@ async def hold_stopped_server(state_dir: Path, *, progress: ProgressPrinter) -> 
     """Keeps others from starting a cluster on this machine. Raises AgentRunningError if one is running, and
     StoreNotEmptyError if another member of its etcd cluster responds: its controller would lead on."""
     with hold_supervisor_lock(state_dir):
-        await _end_leftover_member(state_dir, progress)
+        if (running := find_running_cluster(state_dir)) is not None:
+            raise AgentRunningError(
+                f"cannot replace the store: this machine runs a cluster {running}",
+                hint="stop it with 'genie down'",
+            )
         await _check_other_members_stopped(state_dir, progress)
         yield
 
@@ -134,22 +139,6 @@ def check_authority_is_of_cluster(state_dir: Path, *, ca_pin: str) -> None:
             f"{path.parent} does not have the certificate authority of the cluster",
             hint=f"copy controller/ca.pem and controller/ca.key of a server of that cluster to {path.parent}",
         )
-
-
-async def _end_leftover_member(state_dir: Path, progress: ProgressPrinter) -> None:
-    """Ends the etcd of a command that was killed. Raises AgentRunningError if a cluster is running."""
-    running = find_running_cluster(state_dir)
-    if running is None:
-        return
-    record = process_records.read_process_record(state_dir, ETCD)
-    if set(running.pids) != {ETCD} or record is None or not new_data_directory(state_dir).exists():
-        raise AgentRunningError(
-            f"cannot replace the store: this machine runs a cluster {running}",
-            hint="stop it with 'genie down'",
-        )
-    progress(f"ending the etcd of an interrupted command (process {record.pid})")
-    await process_records.end_process(record, grace_s=_ETCD_STOP_GRACE_S)
-    process_records.remove_process_record(state_dir, ETCD)
 
 
 async def _check_other_members_stopped(state_dir: Path, progress: ProgressPrinter) -> None:

@@ -142,16 +142,24 @@ def _load_settings_of_machine(invocation: Invocation, given: Mapping[str, object
     """Load the settings. Without a store, that of this machine: etcd if it has an etcd member."""
     from genie.controller.etcd.local_member import LocalMember
     from genie.controller.store.open import LOCAL_ETCD_STORE
-    from genie.supervisor.etcd_member import finish_interrupted_replacement
 
     settings = invocation.load_settings(given)
-    if kept := finish_interrupted_replacement(settings.paths.state_dir):
-        output.print_message("finished the replacement of the store that was interrupted")
-        _print_kept_stores(kept)
+    _finish_interrupted_replacement(settings)
     is_default = settings.sources["controller.store"] == "default"
     if is_default and LocalMember.read(settings.paths.state_dir) is not None:
         return replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD_STORE))
     return settings
+
+
+def _finish_interrupted_replacement(settings: Settings) -> bool:
+    """Whether the store was being replaced by etcd when a command was killed, which is finished now."""
+    from genie.supervisor.etcd_member import finish_interrupted_replacement
+
+    kept = finish_interrupted_replacement(settings.paths.state_dir)
+    if kept:
+        output.print_message("finished the replacement of the store, which was interrupted")
+        _print_kept_stores(kept)
+    return bool(kept)
 
 
 def _is_run_by_genie(settings: Settings) -> bool:
@@ -314,9 +322,12 @@ def migrate(
     Keeps a backup in the state directory, reads the copy back, and prints the command that starts the
     controller with the new store. With --to etcd, the file of SQLite is renamed and kept.
     """
-    settings = _load_settings_of_machine(invocation, {"controller.store": source})
     given = {"controller.store": to, "controller.bind": bind, "controller.port": port}
     target = invocation.load_settings(given)
+    if _finish_interrupted_replacement(target) and _is_run_by_genie(target):
+        _print_next_command(target)
+        return
+    settings = _load_settings_of_machine(invocation, {"controller.store": source})
     _check_address_is_for_member(target, bind=bind, port=port)
     path, restored, kept = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
@@ -408,6 +419,10 @@ def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
             f"first copy controller/ca.pem and controller/ca.key of the previous controller to {directory}: "
             "nodes and users trust only that certificate authority"
         )
+    _print_next_command(settings)
+
+
+def _print_next_command(settings: Settings) -> None:
     url = settings.controller.store
     if _is_run_by_genie(settings):
         output.print_message(
