@@ -34,8 +34,8 @@ from genie.supervisor.local_cluster import (
     ProgressPrinter,
     find_running_cluster,
     hold_supervisor_lock,
-    local_node_id,
 )
+from genie.supervisor.local_node import local_node_id
 from genie.tenancy.access import NO_PIN
 
 _ETCD_STOP_GRACE_S = 30.0

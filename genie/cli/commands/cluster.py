@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -25,8 +24,6 @@ from genie.errors import GenieError, UsageError
 from genie.model.names import address_text, parse_address
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from genie.cluster.client import ClusterClient
     from genie.config import Settings
     from genie.model.job import Job
@@ -87,12 +84,16 @@ def up(
     no_agent: Annotated[
         bool, typer.Option("--no-agent", help="Start only the controller, no agent.")
     ] = False,
+    rejoin: Annotated[
+        bool, typer.Option("--rejoin", help="Add the node of this machine again after 'genie forget'.")
+    ] = False,
     label: LabelsOption = None,
     rack: RackOption = None,
 ) -> None:
     """Start a cluster on this machine: a controller, and an agent for its accelerators.
 
-    Without --detach, runs until Ctrl-C and then stops controller and agent.
+    Without --detach, runs until Ctrl-C and then stops controller and agent. A server waits until a majority
+    of the servers has started; with --detach, the command fails after 30 s, and the server goes on waiting.
     """
     given = {"controller.bind": bind, "controller.port": port, "controller.store": store}
     settings = invocation.load_settings(
@@ -110,6 +111,7 @@ def up(
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
+        arguments += ["--rejoin"] if rejoin else []
         arguments += _label_and_rack_arguments(label, rack)
         background.start_in_background(
             ["up", *arguments],
@@ -123,9 +125,11 @@ def up(
 
     supervision = local_cluster.run_local_cluster(
         settings,
-        progress=output.print_message,
+        progress=output.ProgressPrinter(),
         agent=not no_agent,
+        rejoin=rejoin,
         timeout_s=local_cluster.start_timeout_s(settings),
+        is_program=True,
     )
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
@@ -188,7 +192,7 @@ def join(
         output.write_line(_format_joined_message(settings, running.node_id if running else "-"))
         return
     start = local_cluster.run_joining_server if server else local_cluster.run_local_agent
-    supervision = start(settings, settings.cluster, progress=output.print_message)
+    supervision = start(settings, settings.cluster, progress=output.ProgressPrinter(), is_program=True)
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
@@ -325,15 +329,15 @@ async def _supervise_until_signal_or_exit(
     with _cancel_current_task_on_stop_signal() as stopped:
         try:
             async with supervision as supervisor:
-                with _supervisor_process_record(settings.paths.state_dir):
-                    ready = True
-                    if supervisor.cluster is not None:
-                        await _print_started_cluster(settings)
-                    else:
-                        output.write_line(_format_joined_message(settings, supervisor.node_id))
-                    output.print_message("running; press Ctrl-C to stop")
-                    await supervisor.wait()
-                    output.print_message("stopped by another process")
+                supervisor.record_ready()
+                ready = True
+                if supervisor.cluster is not None:
+                    await _print_started_cluster(settings)
+                else:
+                    output.write_line(_format_joined_message(settings, supervisor.node_id))
+                output.print_message("running; press Ctrl-C to stop")
+                await supervisor.wait()
+                output.print_message("stopped by another process")
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -361,18 +365,6 @@ def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
-    """Record this process as the supervisor, for 'genie down' and `--detach`."""
-    from genie.supervisor import local_cluster, process_records
-
-    process_records.record_process(state_dir, local_cluster.SUPERVISOR, os.getpid(), ready=True)
-    try:
-        yield
-    finally:
-        process_records.remove_process_record(state_dir, local_cluster.SUPERVISOR)
 
 
 async def _print_started_cluster(settings: Settings) -> None:

@@ -82,10 +82,14 @@ class EtcdCluster:
         self._channels = channels
         self._clock = clock
 
-    async def list_members(self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S) -> tuple[MemberInfo, ...]:
+    async def list_members(
+        self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S, linearizable: bool = True
+    ) -> tuple[MemberInfo, ...]:
+        """Without `linearizable`, the list as the first member that responds knows it, also without a
+        majority."""
         response = await self._call_any_member(
             lambda member: member.cluster_stub.MemberList,
-            rpc_pb2.MemberListRequest(linearizable=True),
+            rpc_pb2.MemberListRequest(linearizable=linearizable),
             action="list members",
             timeout_s=timeout_s,
         )
@@ -140,10 +144,10 @@ class EtcdCluster:
                 raise
 
     async def fetch_statuses(self) -> tuple[MemberStatus, ...]:
-        """Status of every member, read from the member itself. Without a majority, only their addresses are
+        """Status of every member, read from the member itself. If none responds, only their addresses are
         known."""
         try:
-            members = await self.list_members()
+            members = await self.list_members(linearizable=False)
         except StoreUnavailableError:
             members = tuple(_member_known_by_endpoint(endpoint) for endpoint in self._address.endpoints)
         return tuple(await asyncio.gather(*(self._fetch_status(member) for member in members)))
