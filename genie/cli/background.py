@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _READY_TIMEOUT_S = 45.0
 _READY_POLL_INTERVAL_S = 0.05
 _LOG_BYTES_PRINTED_MAX = 16 * 1024
-_OTHER_SERVERS_WAIT_S = 30.0
+OTHER_SERVERS_WAIT_S = 30.0
+"""Servers are often started one after another by one command each."""
 _WARNING_PREFIX = "warning: "
 
 
@@ -96,7 +97,7 @@ def _wait_until_ready(
             log.print_everything()
             raise typer.Exit(code if code > 0 else 1)
         waited_s = time.monotonic() - began_s
-        if log.has_missing_servers and waited_s >= _OTHER_SERVERS_WAIT_S:
+        if log.has_missing_servers and waited_s >= OTHER_SERVERS_WAIT_S:
             raise DeadlineError(
                 f"this server is {log.waiting_line}",
                 hint="it goes on waiting in the background: start the other servers with 'genie up' there; "

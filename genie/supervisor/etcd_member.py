@@ -289,6 +289,23 @@ class EtcdMemberProcess:
         is_new_cluster: bool = True,
         data_directory: Path | None = None,
     ) -> None:
+        """Launches etcd and waits until it serves requests, which needs a majority."""
+        await self.launch(
+            member,
+            initial_cluster=initial_cluster,
+            is_new_cluster=is_new_cluster,
+            data_directory=data_directory,
+        )
+        await self._wait_until_member_responds(member)
+
+    async def launch(
+        self,
+        member: LocalMember,
+        *,
+        initial_cluster: str = "",
+        is_new_cluster: bool = True,
+        data_directory: Path | None = None,
+    ) -> None:
         """Checks program, disk and ports, issues the certificate and starts etcd. An empty `initial_cluster`
         is a cluster of this member only."""
         data_directory = data_directory or etcd_data_directory(self._state_dir)
@@ -307,7 +324,6 @@ class EtcdMemberProcess:
             is_new_cluster=is_new_cluster,
         )
         self.child.start([program, *arguments])
-        await self._wait_until_member_responds(member)
 
     async def check_can_start(self, member: LocalMember) -> None:
         """Checks program, disk and ports without starting anything."""
@@ -329,7 +345,7 @@ class EtcdMemberProcess:
         return program
 
     async def _wait_until_member_responds(self, member: LocalMember) -> None:
-        """A member without a majority answers, too."""
+        """A new learner answers, too."""
         from genie.controller.store.etcd_channels import EtcdChannels
 
         loop = asyncio.get_running_loop()

@@ -145,8 +145,9 @@ class Supervisor:
         """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._restart_tasks))
 
-    async def start_etcd(self) -> LocalMember:
-        """Starts the etcd member of this machine: the one that it has, or the first one of a new cluster."""
+    async def launch_etcd(self) -> LocalMember:
+        """Launches the etcd member of this machine: the one that it has, or the first one of a new
+        cluster."""
         member, data = LocalMember.read(self._state_dir), etcd_data_directory(self._state_dir)
         if member is None:
             member = await asyncio.to_thread(new_local_member, self._settings.controller, name=self.node_id)
@@ -156,13 +157,13 @@ class Supervisor:
                 hint="restore a backup with 'genie store restore FILE'; if other servers are left, remove "
                 f"the member there ('genie etcd remove {member.name}') and join again",
             )
-        await self._etcd.start(member)
-        member.write(self._state_dir)
+        await self._etcd.launch(member)
         return member
 
     async def wait_for_etcd_majority(self, member: LocalMember) -> None:
-        """Returns when the etcd cluster accepts requests; reports meanwhile which members do not respond."""
+        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
         await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
+        member.write(self._state_dir)
 
     def report_removed_node(self, error: NodeRemovedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
@@ -391,8 +392,9 @@ async def run_local_cluster(
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         if uses_local_etcd(settings):
             async with _raise_on_start_timeout(timeout_s, supervisor, "etcd"):
-                member = await supervisor.start_etcd()
-            async with _raise_on_start_timeout(None if is_program else timeout_s, supervisor, "etcd"):
+                member = await supervisor.launch_etcd()
+            needs_others = is_program and bool(member.endpoints)
+            async with _raise_on_start_timeout(None if needs_others else timeout_s, supervisor, "etcd"):
                 await supervisor.wait_for_etcd_majority(member)
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             access = await supervisor.find_access_to_leader(await supervisor.start_controller())
