@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from genie.config import ControllerConfig
 from genie.controller.nodes.membership import Membership
 from genie.model.node import NodeStatus
@@ -10,7 +12,8 @@ from tests.fakes.agent import make_node_info
 
 
 def test_last_heartbeat_is_unknown_until_the_node_has_sent_one_in_this_term() -> None:
-    membership, info = Membership(ControllerConfig()), make_node_info("n1", last_heartbeat=1000.0)
+    membership = Membership(ControllerConfig())
+    info = msgspec.structs.replace(make_node_info("n1"), last_heartbeat=1000.0)
     membership.begin_term(0.0)
     stored = membership.current_info(info, 1.0)
     assert (stored.last_heartbeat, stored.status) == (0.0, NodeStatus.SUSPECT)
