@@ -21,6 +21,8 @@ _READ_TIMEOUT_S = 1.0
 _CONNECT_TIMEOUT_S = 1.0
 _POLL_S = 0.05
 _REPORT_INTERVAL_S = 2.0
+_OTHER_CLUSTER_TEXT = "cluster ID mismatch"
+_LOG_LINES_READ = 20
 
 
 async def wait_for_majority(
@@ -35,14 +37,14 @@ async def wait_for_majority(
         if await _can_read(member, state_dir=state_dir):
             return
         if loop.time() >= report_at_s:
-            progress(await describe_missing_members(member))
+            progress(await _describe_missing_members(member, child))
             report_at_s = loop.time() + _REPORT_INTERVAL_S
         await asyncio.sleep(_POLL_S)
 
 
-async def describe_missing_members(member: LocalMember) -> str:
+async def _describe_missing_members(member: LocalMember, child: Child) -> str:
     """What this member waits for, with the addresses of the members that cannot be reached."""
-    problems = await asyncio.gather(*map(_find_connect_problem, member.endpoints))
+    problems = await asyncio.gather(*map(find_connect_problem, member.endpoints))
     missing = [
         f"{endpoint} ({problem})"
         for endpoint, problem in zip(member.endpoints, problems, strict=True)
@@ -51,9 +53,15 @@ async def describe_missing_members(member: LocalMember) -> str:
     count = 1 + len(member.endpoints)
     running, needed = count - len(missing), count // 2 + 1
     what = f"waiting for a majority of the etcd members: {running} of {count} running, {needed} needed"
-    return (
-        f"{what}; no connection to {', '.join(missing)}" if missing else f"{what}; no leader is elected yet"
-    )
+    if any(_OTHER_CLUSTER_TEXT in line for line in child.last_log_lines(count=_LOG_LINES_READ)):
+        return (
+            f"{what}; another server belongs to another etcd cluster, such as after a restore there: to join "
+            "that cluster, run 'genie down', remove STATE/controller, STATE/etcd and STATE/owner.token, and "
+            "run 'genie join --server'"
+        )
+    if not missing:
+        return f"{what}; no leader is elected yet"
+    return f"{what}; no connection to {', '.join(missing)}"
 
 
 async def _can_read(member: LocalMember, *, state_dir: Path) -> bool:
@@ -71,8 +79,8 @@ async def _can_read(member: LocalMember, *, state_dir: Path) -> bool:
     return True
 
 
-async def _find_connect_problem(endpoint: str) -> str:
-    """Why no connection can be opened; empty if one can."""
+async def find_connect_problem(endpoint: str) -> str:
+    """Why no connection to this HOST:PORT can be opened; empty if one can."""
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(*parse_endpoint(endpoint))

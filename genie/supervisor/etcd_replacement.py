@@ -11,6 +11,7 @@ block has ended without an error, it is stopped, and its data becomes the store
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from genie.agent.identity import AGENTS_DIR
 from genie.config import Settings
-from genie.controller.etcd.local_member import LocalMember, ca_path, make_managed_etcd_address
+from genie.controller.etcd.local_member import LocalMember, ca_path
 from genie.controller.etcd.replacement import (
     Replacement,
     commit_replacement,
@@ -29,6 +30,7 @@ from genie.controller.etcd.replacement import (
 from genie.controller.store import Store
 from genie.errors import AgentRunningError, ConfigError, StoreNotEmptyError
 from genie.runtime import tls
+from genie.supervisor.etcd_majority import find_connect_problem
 from genie.supervisor.etcd_member import EtcdMemberProcess, new_local_member
 from genie.supervisor.local_cluster import (
     ProgressPrinter,
@@ -112,7 +114,7 @@ async def build_replacement(
 @asynccontextmanager
 async def hold_stopped_server(state_dir: Path, *, progress: ProgressPrinter) -> AsyncIterator[None]:
     """Keeps others from starting a cluster on this machine. Raises AgentRunningError if one is running, and
-    StoreNotEmptyError if another member of its etcd cluster responds: its controller would lead on."""
+    StoreNotEmptyError if another member of its etcd cluster is running: its controller would lead on."""
     with hold_supervisor_lock(state_dir):
         if (running := find_running_cluster(state_dir)) is not None:
             raise AgentRunningError(
@@ -142,18 +144,16 @@ def check_authority_is_of_cluster(state_dir: Path, *, ca_pin: str) -> None:
 
 
 async def _check_other_members_stopped(state_dir: Path, progress: ProgressPrinter) -> None:
-    from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
-
     before = LocalMember.read(state_dir)
     if before is None or not before.endpoints:
         return
-    progress(f"checking that no other etcd member responds: {', '.join(before.endpoints)}")
-    address = make_managed_etcd_address(before.endpoints, state_dir=state_dir)
-    async with open_etcd_cluster(address) as cluster:
-        responding = [each.info.endpoint for each in await cluster.fetch_statuses() if not each.problem]
-    if responding:
+    progress(f"checking that no other etcd member is running: {', '.join(before.endpoints)}")
+    problems = await asyncio.gather(*map(find_connect_problem, before.endpoints))
+    # A member without a majority serves no request, but has a majority again as soon as this one starts.
+    running = [endpoint for endpoint, problem in zip(before.endpoints, problems, strict=True) if not problem]
+    if running:
         raise StoreNotEmptyError(
-            f"the cluster that would be replaced has etcd members that respond: {', '.join(responding)}",
+            f"the cluster that would be replaced has etcd members that are running: {', '.join(running)}",
             hint="if a majority of the servers is left, run 'genie up' here instead; to return to the backup "
             "all the same, stop those servers with 'genie down'",
         )

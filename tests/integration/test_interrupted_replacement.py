@@ -42,6 +42,8 @@ def count_renames(event, arguments):
 
 sys.addaudithook(count_renames)
 from genie.cli import main
+
+pytestmark = pytest.mark.timeout(300)
 sys.exit(main())
 """
 

@@ -18,6 +18,8 @@ from tests.integration.test_servers import Server
 from tests.needs import require_program
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.timeout(300)
+
 _WAITING = "waiting for a majority of the etcd members: 1 of 2 running, 2 needed; no connection to "
 
 

@@ -105,21 +105,12 @@ def up(
     settings = with_settings_of_local_member(settings)
     check_bind_address(settings.controller)
     if detach:
-        from genie.cli import background
-        from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
-
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += ["--no-agent"] if no_agent else []
         arguments += ["--rejoin"] if rejoin else []
         arguments += _label_and_rack_arguments(label, rack)
-        background.start_in_background(
-            ["up", *arguments],
-            settings=settings,
-            invocation=invocation,
-            extra_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
-        )
-        asyncio.run(_print_started_cluster(settings))
+        _start_cluster_in_background(arguments, settings=settings, invocation=invocation)
         return
     from genie.supervisor import local_cluster
 
@@ -313,6 +304,19 @@ def _validate_token_and_node_id(settings: Settings) -> None:
         validate_node_id(settings.cluster.node_id, what="--node-id")
     if settings.cluster.token is not None:
         parse_token(settings.cluster.token)
+
+
+def _start_cluster_in_background(arguments: list[str], *, settings: Settings, invocation: Invocation) -> None:
+    from genie.cli import background
+    from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
+
+    background.start_in_background(
+        ["up", *arguments],
+        settings=settings,
+        invocation=invocation,
+        extra_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
+    )
+    asyncio.run(_print_started_cluster(settings))
 
 
 def _run_supervisor_and_get_exit_code(
