@@ -3,13 +3,16 @@ a node identity. The controller assigns the node ID."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from genie.agent.identity import AGENTS_DIR, write_identity
-from genie.errors import ProtocolError, TokenRefusedError
+from genie.agent.identity import AGENTS_DIR, ControllerAddress, write_identity
+from genie.errors import NotLeaderError, ProtocolError, TokenRefusedError
+from genie.model.messages import Message, Request
 from genie.model.messages.handshake import Join
-from genie.model.names import address_text, validate_node_id
+from genie.model.names import address_text, is_loopback, parse_endpoint, validate_node_id
 from genie.model.tenant import TokenKind
 from genie.processes.tasks import Offload, run_inline
 from genie.runtime import rpc, tls
@@ -18,6 +21,9 @@ from genie.runtime.network import Network
 from genie.tenancy.access import NO_PIN, parse_token
 
 JOIN_TIMEOUT_S = 15.0
+_ELECTION_RETRY_INTERVAL_S = 0.5
+
+_Reply = TypeVar("_Reply", bound=Message)
 
 
 async def join_cluster(
@@ -35,7 +41,7 @@ async def join_cluster(
     """Returns the directory of the new node. With `is_node_id_fixed`, a node ID that is in use is an error.
     `offload` writes the identity.
 
-    The token is sent only to a server that the pin verifies.
+    The token is sent only to a server that the pin verifies. A standby is followed to the leader.
     """
     token = parse_token(token_text)
     if token.kind is not TokenKind.JOIN:
@@ -46,18 +52,16 @@ async def join_cluster(
             else "create one: 'genie token create --join'",
         )
     preferred_id = validate_node_id(requested_node_id)
-    trusted = await make_pinned_client_tls(
-        network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=timeout_s
-    )
     key_pem, csr_pem = tls.new_key_and_csr()
-    async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
-        request = Join(
-            token=str(token),
-            requested_node_id=preferred_id,
-            csr_pem=csr_pem,
-            must_get_requested_id=is_node_id_fixed,
-        )
-        joined = await peer.call(request, timeout_s=timeout_s)
+    request = Join(
+        token=str(token),
+        requested_node_id=preferred_id,
+        csr_pem=csr_pem,
+        must_get_requested_id=is_node_id_fixed,
+    )
+    joined, (host, port) = await call_leader(
+        request, (host, port), pin=token.pin, state_dir=state_dir, network=network, timeout_s=timeout_s
+    )
     node_id = validate_node_id(joined.node_id, what="the node ID from the controller,")
     if token.pin != NO_PIN and tls.fingerprint(joined.ca_pem) != token.pin:
         raise ProtocolError(f"{address_text(host, port)} returned another CA than that of its certificate")
@@ -73,3 +77,37 @@ async def join_cluster(
     )
     await offload(write, writes=True)
     return node_dir
+
+
+async def call_leader(
+    request: Request[_Reply],
+    server: ControllerAddress,
+    *,
+    pin: str,
+    state_dir: Path,
+    network: Network,
+    timeout_s: float,
+) -> tuple[_Reply, ControllerAddress]:
+    """Sends a request that needs no login to the leader; `server` may be a standby, which names the leader.
+    Returns the reply and the address of the leader. Each server is verified against the pin.
+
+    While none leads, such as during an election, tries again. Raises NotLeaderError after `timeout_s`.
+    """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    host, port = server
+    while True:
+        trusted = await make_pinned_client_tls(
+            network, host, port, pin=pin, state_dir=state_dir, timeout_s=timeout_s
+        )
+        try:
+            async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
+                return await peer.call(request, timeout_s=timeout_s), (host, port)
+        except NotLeaderError as error:
+            if loop.time() >= deadline_s:
+                raise
+            leader = parse_endpoint(error.leader) if error.leader else server
+            if leader == (host, port) or (pin == NO_PIN and not is_loopback(leader[0])):
+                await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S)
+            else:
+                host, port = leader

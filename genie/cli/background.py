@@ -1,11 +1,13 @@
 """Implements `--detach`: starts the same command in the background, with its output in a log file.
 
 Returns when the background process is ready. If it exits first, prints its output and exits with the
-same code.
+same code. What it waits for, and its warnings, are printed meanwhile. If it waits for other servers, the
+command ends with an error and the process goes on waiting. Ctrl-C ends both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 _READY_TIMEOUT_S = 45.0
 _READY_POLL_INTERVAL_S = 0.05
 _LOG_BYTES_PRINTED_MAX = 16 * 1024
+OTHER_SERVERS_WAIT_S = 30.0
+"""Servers are often started one after another by one command each."""
+_WARNING_PREFIX = "warning: "
 
 
 def start_in_background(
@@ -60,37 +65,96 @@ def start_in_background(
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write((token or "").encode())
-    timeout_s = _READY_TIMEOUT_S + extra_timeout_s
-    _wait_until_ready(
-        process, state_dir=state_dir, log=log, log_offset_bytes=log_offset_bytes, timeout_s=timeout_s
-    )
-    # The process outlives this one on purpose; suppress the ResourceWarning.
-    process.returncode = 0
+    try:
+        _wait_until_ready(
+            process,
+            state_dir=state_dir,
+            log=_LogFollower(log, log_offset_bytes),
+            timeout_s=_READY_TIMEOUT_S + extra_timeout_s,
+        )
+    except KeyboardInterrupt:
+        output.print_message("stopping")
+        _end_process(process)
+        raise
+    finally:
+        # The process outlives this one on purpose; suppress the ResourceWarning.
+        process.returncode = 0
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], *, state_dir: Path, log: Path, log_offset_bytes: int, timeout_s: float
+    process: subprocess.Popen[bytes], *, state_dir: Path, log: _LogFollower, timeout_s: float
 ) -> None:
     from genie.supervisor import local_cluster, process_records
 
-    deadline = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     while True:
+        log.print_new_lines()
         record = process_records.read_process_record(state_dir, local_cluster.SUPERVISOR)
         if record is not None and record.pid == process.pid and record.ready:
             return
         code = process.poll()
         if code is not None:
-            _print_log_from_offset(log, log_offset_bytes)
+            log.print_everything()
             raise typer.Exit(code if code > 0 else 1)
-        if time.monotonic() >= deadline:
-            process.terminate()
-            process.wait()
-            _print_log_from_offset(log, log_offset_bytes)
+        waited_s = time.monotonic() - began_s
+        if log.has_missing_servers and waited_s >= OTHER_SERVERS_WAIT_S:
+            raise DeadlineError(
+                f"this server is {log.waiting_line}",
+                hint="it goes on waiting in the background: start the other servers with 'genie up' there; "
+                f"'genie etcd status' and the log {log.path} show when it is ready, 'genie down' stops it",
+            )
+        if waited_s >= timeout_s:
+            _end_process(process)
+            log.print_everything()
             raise DeadlineError(
                 f"the background process was not ready within {timeout_s:g} s and was stopped",
-                hint=f"read the log: {log}",
+                hint=f"read the log: {log.path}",
             )
         time.sleep(_READY_POLL_INTERVAL_S)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """End the supervisor, which stops all that it has started; a further Ctrl-C does not interrupt this."""
+    process.terminate()
+    while process.poll() is None:
+        with contextlib.suppress(KeyboardInterrupt):
+            process.wait()
+
+
+class _LogFollower:
+    """The log of the background process since its start."""
+
+    def __init__(self, path: Path, offset_bytes: int) -> None:
+        self.path = path
+        self.waiting_line = ""
+        """What the process waits for; empty while it waits for nothing."""
+        self._offset_bytes = offset_bytes
+        self._read_until_bytes = offset_bytes
+        self._print_progress = output.ProgressPrinter()
+
+    @property
+    def has_missing_servers(self) -> bool:
+        return "etcd members" in self.waiting_line
+
+    def print_new_lines(self) -> None:
+        """Print warnings, and what the process waits for."""
+        with self.path.open("rb") as file:
+            file.seek(self._read_until_bytes)
+            complete = file.read(_LOG_BYTES_PRINTED_MAX).rpartition(b"\n")[0]
+        self._read_until_bytes += len(complete) + 1 if complete else 0
+        for line in complete.decode("utf-8", "replace").splitlines():
+            self.waiting_line = output.to_one_line(line) if line.startswith("waiting for ") else ""
+            if line.startswith(_WARNING_PREFIX):
+                self._print_progress(output.to_one_line(line))
+        if self.waiting_line:
+            self._print_progress(self.waiting_line)
+
+    def print_everything(self) -> None:
+        """Print the output of the process from its start."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset_bytes)
+            for line in file.read(_LOG_BYTES_PRINTED_MAX).decode("utf-8", "replace").splitlines():
+                output.print_message(output.to_one_line(line))
 
 
 def _shared_option_arguments(invocation: Invocation) -> list[str]:
@@ -98,11 +162,3 @@ def _shared_option_arguments(invocation: Invocation) -> list[str]:
     if invocation.log_level is not None:
         shared.append(f"--log-level={invocation.log_level}")
     return shared
-
-
-def _print_log_from_offset(log: Path, offset_bytes: int) -> None:
-    """Print the log from `offset_bytes`: the output of the background process."""
-    with log.open("rb") as file:
-        file.seek(offset_bytes)
-        for line in file.read(_LOG_BYTES_PRINTED_MAX).decode("utf-8", "replace").splitlines():
-            output.print_message(output.to_one_line(line))

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _COLUMN_GAP_CHARS = 2
 _LAST_COLUMN_CHARS_MIN = 24
 _COLUMN_CHARS_MIN = 6
+_TO_LAST_LINE = "\x1b[1A\x1b[K"
+"""Moves the cursor of a terminal to the line above and clears that."""
 # Replaces arguments of genie.init() in library messages by command-line options.
 _OPTION_NAME_REPLACEMENTS = (
     (r"master_addr is not given", "no address given"),
@@ -78,6 +81,32 @@ def write_bytes(data: bytes) -> None:
 def print_message(text: str) -> None:
     """Print progress or an explanation to standard error. Write errors are ignored."""
     _write_stderr(f"{text}\n")
+
+
+class ProgressPrinter:
+    """Prints lines of progress to standard error. A line that begins with "waiting for" may be repeated: on a
+    terminal it is one line, updated with the time since it first appeared; elsewhere only changes are
+    printed."""
+
+    def __init__(self) -> None:
+        self._waiting_line = ""
+        self._waiting_since_s = 0.0
+
+    def __call__(self, line: str) -> None:
+        if not line.startswith("waiting for "):
+            self._waiting_line = ""
+            print_message(line)
+            return
+        is_first, is_changed = not self._waiting_line, line != self._waiting_line
+        self._waiting_line = line
+        if is_first:
+            self._waiting_since_s = time.monotonic()
+        if sys.stderr.isatty():
+            text = to_one_line(f"{line} ({time.monotonic() - self._waiting_since_s:.0f} s)")
+            up = "" if is_first else _TO_LAST_LINE
+            _write_stderr(f"{up}{text[: shutil.get_terminal_size().columns - 1]}\n")
+        elif is_changed:
+            print_message(line)
 
 
 def _write_stderr(text: str) -> None:

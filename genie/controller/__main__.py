@@ -12,8 +12,10 @@ import logging
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,13 @@ from genie.controller.controller_directory import (
     read_or_create_controller_name,
 )
 from genie.controller.etcd.local_member import LocalMember
+from genie.controller.etcd.member_alarms import EtcdMemberAlarms
 from genie.controller.nodes.admission import Certificates, check_bind_address, check_failure_timeouts
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store import Store
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, open_store, sqlite_store_path
 from genie.errors import GenieError, StoreError
-from genie.model.names import is_loopback
+from genie.model.names import is_loopback, node_id_from
 from genie.native.prebuild import prebuild_command, try_build_in_background
 from genie.processes import files
 from genie.processes.clock import Clock, SystemClock
@@ -108,6 +111,7 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
             clock=clock,
             local_etcd=None if member is None else member.address(settings.paths.state_dir),
         )
+        member_alarms = EtcdMemberAlarms()
         try:
             controller = Controller(
                 settings.controller,
@@ -120,10 +124,13 @@ async def _run_controller(settings: config.Settings, clock: Clock) -> None:
                 offload=offload,
                 etcd_endpoints=lambda: _managed_etcd_endpoints(settings, store),
                 etcd_member=_managed_etcd_member_name(settings, member),
-                gossip=_find_gossip_support(settings, clock),
+                etcd_alarms=member_alarms.alarms,
+                gossip=replace(
+                    _find_gossip_support(settings, clock), machine_name=_machine_name(settings, member)
+                ),
                 gossip_port=settings.gossip.server_port,
             )
-            etcd_maintenance = _make_etcd_maintenance(settings, store, controller, clock)
+            etcd_maintenance = _make_etcd_maintenance(settings, store, controller, clock, member_alarms)
             await _run_until_signal(
                 controller, compile_ahead=settings.controller.compile_ahead, etcd_maintenance=etcd_maintenance
             )
@@ -161,8 +168,18 @@ def _managed_etcd_member_name(settings: config.Settings, member: LocalMember | N
     return "" if member is None or settings.controller.store != LOCAL_ETCD_STORE else member.name
 
 
+def _machine_name(settings: config.Settings, member: LocalMember | None) -> str:
+    """The name of this machine's etcd member, or else the node ID that it would have."""
+    name = _managed_etcd_member_name(settings, member) or settings.cluster.node_id
+    return name or node_id_from(socket.gethostname())
+
+
 def _make_etcd_maintenance(
-    settings: config.Settings, store: Store, controller: Controller, clock: Clock
+    settings: config.Settings,
+    store: Store,
+    controller: Controller,
+    clock: Clock,
+    member_alarms: EtcdMemberAlarms,
 ) -> Callable[[], Coroutine[Any, Any, None]] | None:
     """Maintenance of this machine's etcd member; None with another store."""
     if settings.controller.store != LOCAL_ETCD_STORE:
@@ -178,6 +195,7 @@ def _make_etcd_maintenance(
         state_dir=state_dir,
         clock=clock,
         is_leading=lambda: controller.is_leading,
+        member_alarms=member_alarms,
     ).run
 
 

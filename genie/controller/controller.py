@@ -91,8 +91,8 @@ class Controller:
     `instance` tells copies of a controller apart (election.py).
 
     The caller opens and closes `store`. `offload` runs blocking file operations, one at a time.
-    `etcd_endpoints` returns the members of an etcd cluster that Genie manages, `etcd_member` is the name of
-    that on this machine. `gossip_port` is that of all servers.
+    `etcd_endpoints` returns the members of an etcd cluster that Genie manages, `etcd_alarms` those that do
+    not respond, `etcd_member` is the name of that on this machine. `gossip_port` is that of all servers.
     """
 
     def __init__(
@@ -109,10 +109,11 @@ class Controller:
         offload: Offload = run_inline,
         etcd_endpoints: Callable[[], tuple[str, ...]] = lambda: (),
         etcd_member: str = "",
+        etcd_alarms: Callable[[], list[str]] = list,
         gossip: GossipSupport = GossipSupport(),  # noqa: B008 - frozen
         gossip_port: int = 0,
     ) -> None:
-        self._get_etcd_endpoints = etcd_endpoints
+        self._get_etcd_endpoints, self._get_etcd_alarms = etcd_endpoints, etcd_alarms
         self._config = config
         self._state_dir = state_dir
         self._store = store
@@ -517,6 +518,7 @@ class Controller:
             *filter(None, [self._campaign.obstacle.alarm]),
             *self._server_releases.alarms(nodes),
             *self._store_monitor.alarms(),
+            *self._get_etcd_alarms(),
             *self._unresponsive_nodes.alarms(),
             *self._blob_replication.alarms(),
             *self._leader_work.alarms(),

@@ -42,6 +42,8 @@ class Member(Record, frozen=True, kw_only=True):
     release: str = ""
     controller_address: str = ""
     """Servers: HOST:PORT of the controller."""
+    machine_name: str = ""
+    """Servers: name of the machine, which its etcd member and its node have as well; empty if unknown."""
 
     @property
     def key(self) -> tuple[MemberRole, str]:

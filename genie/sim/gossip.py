@@ -148,6 +148,7 @@ class SimGossip:
             since=0.0,
             release=self._identity.release,
             controller_address=self._identity.controller_address,
+            machine_name=self._identity.machine_name,
         )
 
     def receive_report(self, report: Member) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -25,9 +26,11 @@ from genie.controller.etcd.local_member import (
     etcd_data_directory,
     etcd_member_directory,
 )
+from genie.controller.etcd.replacement import finish_replacement, is_replacement_committed
 from genie.controller.nodes.admission import Certificates, advertised_host
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, SQLITE_FILE_NAME
 from genie.errors import (
+    AgentRunningError,
     ConfigError,
     StoreAccessError,
     StoreFullError,
@@ -39,8 +42,8 @@ from genie.processes import files
 from genie.processes.clock import SystemClock
 from genie.runtime import tls
 from genie.runtime.credentials import is_wildcard
-from genie.supervisor import this_machine
-from genie.supervisor.child import Child
+from genie.supervisor import process_records, this_machine
+from genie.supervisor.child import Child, python_module_command
 
 ETCD = "etcd"
 DEFAULT_ETCD_QUOTA_BYTES = 2 * 1024**3
@@ -64,6 +67,7 @@ def with_settings_of_local_member(settings: Settings) -> Settings:
     Raises ConfigError if another store is set: a second store would split the cluster.
     """
     state_dir, config, sources = settings.paths.state_dir, settings.controller, settings.sources
+    finish_interrupted_replacement(state_dir)
     member = LocalMember.read(state_dir)
     if member is None:
         if uses_local_etcd(settings):
@@ -88,8 +92,25 @@ def _check_no_sqlite_store(state_dir: Path) -> None:
     if path.exists():
         raise ConfigError(
             f"this machine has a cluster in the SQLite store {path}, which --store etcd would not contain",
-            hint="start it without --store, or move that file away to start with an empty store",
+            hint="to move that cluster to etcd: 'genie down', then 'genie store migrate --to etcd --bind "
+            "ADDRESS'; to keep it in SQLite, start it without --store",
         )
+
+
+def finish_interrupted_replacement(state_dir: Path) -> list[Path]:
+    """Finishes a committed replacement of the store that was interrupted. Returns the names under which the
+    previous store is kept. Raises AgentRunningError if another process is using the state directory."""
+    if not is_replacement_committed(state_dir):
+        return []
+    lock = files.FileLock.try_acquire(process_records.supervisor_lock_path(state_dir))
+    if lock is None:
+        raise AgentRunningError(
+            f"another process is replacing the store in {state_dir}", hint="wait until it has finished"
+        )
+    try:
+        return finish_replacement(state_dir)
+    finally:
+        lock.release()
 
 
 def find_etcd_program() -> str:
@@ -200,20 +221,27 @@ def format_initial_cluster(members: Iterable[tuple[str, str]]) -> str:
 
 
 def etcd_arguments(
-    member: LocalMember, *, state_dir: Path, quota_bytes: int, initial_cluster: str, is_new_cluster: bool
+    member: LocalMember,
+    *,
+    state_dir: Path,
+    data_directory: Path,
+    quota_bytes: int,
+    initial_cluster: str,
+    is_new_cluster: bool,
 ) -> list[str]:
-    """etcd ignores the initial cluster once it has data."""
+    """etcd ignores the initial cluster and its token once it has data."""
     certificate, key = etcd_certificate_and_key_paths(state_dir)
     ca = ca_path(state_dir)
     return [
-        *("--name", member.name, "--data-dir", str(etcd_data_directory(state_dir))),
+        *("--name", member.name, "--data-dir", str(data_directory)),
         *("--listen-client-urls", f"https://{address_text(member.bind, member.client_port)}"),
         *("--advertise-client-urls", member.client_url),
         *("--listen-peer-urls", f"https://{address_text(member.bind, member.peer_port)}"),
         *("--initial-advertise-peer-urls", member.peer_url),
         *("--initial-cluster", initial_cluster),
         *("--initial-cluster-state", "new" if is_new_cluster else "existing"),
-        *("--initial-cluster-token", "genie"),
+        # Random: members of a cluster that was replaced after a restore must not take this one for their own.
+        *("--initial-cluster-token", f"genie-{secrets.token_hex(8)}"),
         *("--cert-file", str(certificate), "--key-file", str(key)),
         *("--trusted-ca-file", str(ca), "--client-cert-auth"),
         *("--client-cert-allowed-hostname", tls.ETCD_NAME),
@@ -230,13 +258,23 @@ def etcd_arguments(
 class EtcdMemberProcess:
     """Starts the member and waits until it answers. `child` restarts and stops it."""
 
-    def __init__(self, config: ControllerConfig, *, state_dir: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        state_dir: Path,
+        progress: Callable[[str], None],
+        ends_with_this_process: bool = False,
+    ) -> None:
+        """`ends_with_this_process`: etcd must not survive this process."""
         self._config = config
         self._state_dir = state_dir
         self._progress = progress
         # With an empty environment: etcd rejects ETCD_* variables that repeat its arguments, and would use a
         # proxy. HOME identifies the process in `ps e`.
         command = ["env", "-i", f"HOME={etcd_member_directory(state_dir)}"]
+        if ends_with_this_process:
+            command = [*python_module_command("genie.processes.with_parent"), str(os.getpid()), *command]
         self.child = Child(ETCD, command=command, state_dir=state_dir)
 
     @property
@@ -244,11 +282,34 @@ class EtcdMemberProcess:
         return self._config.store_bytes_max or DEFAULT_ETCD_QUOTA_BYTES
 
     async def start(
-        self, member: LocalMember, *, initial_cluster: str = "", is_new_cluster: bool = True
+        self,
+        member: LocalMember,
+        *,
+        initial_cluster: str = "",
+        is_new_cluster: bool = True,
+        data_directory: Path | None = None,
+    ) -> None:
+        """Launches etcd and waits until it serves requests, which needs a majority."""
+        await self.launch(
+            member,
+            initial_cluster=initial_cluster,
+            is_new_cluster=is_new_cluster,
+            data_directory=data_directory,
+        )
+        await self._wait_until_member_responds(member)
+
+    async def launch(
+        self,
+        member: LocalMember,
+        *,
+        initial_cluster: str = "",
+        is_new_cluster: bool = True,
+        data_directory: Path | None = None,
     ) -> None:
         """Checks program, disk and ports, issues the certificate and starts etcd. An empty `initial_cluster`
         is a cluster of this member only."""
-        program = await asyncio.to_thread(self._check_and_find_etcd_program, member)
+        data_directory = data_directory or etcd_data_directory(self._state_dir)
+        program = await asyncio.to_thread(self._check_and_find_etcd_program, member, data_directory)
         # The certificate is written at every start, because addresses of this machine may have changed.
         await asyncio.to_thread(
             write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
@@ -257,21 +318,23 @@ class EtcdMemberProcess:
         arguments = etcd_arguments(
             member,
             state_dir=self._state_dir,
+            data_directory=data_directory,
             quota_bytes=self.quota_bytes,
             initial_cluster=initial_cluster or format_initial_cluster([(member.name, member.peer_url)]),
             is_new_cluster=is_new_cluster,
         )
         self.child.start([program, *arguments])
-        await self._wait_until_member_responds(member)
 
     async def check_can_start(self, member: LocalMember) -> None:
         """Checks program, disk and ports without starting anything."""
-        await asyncio.to_thread(self._check_and_find_etcd_program, member)
+        await asyncio.to_thread(
+            self._check_and_find_etcd_program, member, etcd_data_directory(self._state_dir)
+        )
 
-    def _check_and_find_etcd_program(self, member: LocalMember) -> str:
+    def _check_and_find_etcd_program(self, member: LocalMember, data_directory: Path) -> str:
         """Returns the path of etcd."""
         program = find_etcd_program()
-        directory = files.make_private_directory(etcd_data_directory(self._state_dir))
+        directory = files.make_private_directory(data_directory)
         check_disk_for_etcd(directory, quota_bytes=self.quota_bytes, progress=self._progress)
         for port, variable in (
             (member.client_port, "GENIE_CONTROLLER_ETCD_CLIENT_PORT"),
@@ -282,7 +345,7 @@ class EtcdMemberProcess:
         return program
 
     async def _wait_until_member_responds(self, member: LocalMember) -> None:
-        """A member without a majority answers, too."""
+        """A new learner answers, too."""
         from genie.controller.store.etcd_channels import EtcdChannels
 
         loop = asyncio.get_running_loop()

@@ -21,6 +21,7 @@ from genie.model.names import address_text, is_loopback, parse_endpoint
 from genie.model.tenant import TokenKind
 from genie.runtime.credentials import LocalCluster, find_address, find_token, is_wildcard, login_hint
 from genie.supervisor import local_cluster, this_machine
+from genie.supervisor.local_node import local_node_id
 from genie.tenancy.access import parse_token
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ JOIN_TOKEN_COMMAND = "(umask 077; genie token create --join > join.token)"
 
 def with_node_id_of_agent(settings: Settings) -> Settings:
     """Gives the session the node ID of this machine's agent."""
-    node_id = local_cluster.local_node_id(settings)
+    node_id = local_node_id(settings)
     return replace(settings, cluster=replace(settings.cluster, node_id=node_id))
 
 

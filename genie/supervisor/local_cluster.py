@@ -12,22 +12,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
+import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from genie.agent import joining
-from genie.agent.identity import AGENTS_DIR, list_node_dirs, read_controller_addresses
+from genie.agent.identity import AGENTS_DIR
 from genie.agent.journal import REGISTERED_FILE
 from genie.agent.launcher import kill_jobs_of_stopped_agents
 from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 from genie.config import ClusterConfig, Settings
-from genie.controller.etcd.local_member import LocalMember
+from genie.controller.etcd.local_member import LocalMember, etcd_data_directory
 from genie.controller.nodes.admission import check_bind_address
 from genie.controller.placement.placers import why_scheduler_not_compiled
 from genie.controller.store.open import LOCAL_ETCD_STORE
@@ -36,23 +34,21 @@ from genie.errors import (
     ConfigError,
     DeadlineError,
     GenieError,
-    PermissionError_,
+    NodeRemovedError,
     TokenMissingError,
     UnreachableError,
-    UsageError,
 )
-from genie.model.messages import CreateToken, GetStatus
-from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint, validate_node_id
+from genie.model.messages import GetStatus
+from genie.model.names import address_text, parse_endpoint
 from genie.model.node import NodeInfo, NodeStatus
-from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.processes.tasks import unwrapped_task_group
-from genie.runtime.controller_connection import ControllerConnection, fetch_nodes
+from genie.runtime.controller_connection import fetch_nodes
 from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, LocalCluster, read_owner_token
 from genie.runtime.network import TcpNetwork
 from genie.supervisor import process_records, this_machine
 from genie.supervisor.child import Child, python_module_command
-from genie.supervisor.connection import open_connection
+from genie.supervisor.etcd_majority import wait_for_majority
 from genie.supervisor.etcd_member import (
     ETCD,
     EtcdMemberProcess,
@@ -61,8 +57,14 @@ from genie.supervisor.etcd_member import (
     with_settings_of_local_member,
 )
 from genie.supervisor.incomplete_join import undo_incomplete_join
+from genie.supervisor.local_node import (
+    LocalNode,
+    address_of_access,
+    can_list_nodes,
+    has_joined,
+    open_connection_of_access,
+)
 from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_join_token
-from genie.tenancy.access import NO_PIN, parse_token
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +80,6 @@ _ETCD_STOP_GRACE_S = 10.0
 _AGENT_STOP_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
-_SUPERVISOR_LOCK_FILE = "up.lock"
 _PORT_IN_USE_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
 CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
@@ -106,12 +107,12 @@ class Supervisor:
     """Starts, restarts and stops the children. Created by `run_local_cluster` and `run_local_agent`."""
 
     def __init__(self, settings: Settings, *, progress: ProgressPrinter) -> None:
-        self.node_id = local_node_id(settings)
         self.cluster: LocalCluster | None = None
         """Address of the controller, once it listens."""
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
+        self._local_node = LocalNode(settings, progress=self._progress)
         self._controller = Child(
             CONTROLLER, command=python_module_command("genie.controller"), state_dir=self._state_dir
         )
@@ -126,6 +127,11 @@ class Supervisor:
         """Address of the cluster while the agent has not registered."""
 
     @property
+    def node_id(self) -> str:
+        """Node ID of the agent; before that has joined, the one to request."""
+        return self._local_node.node_id
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process IDs of the children, by name."""
         found = {child.name: child.pid for child in self._children}
@@ -135,19 +141,40 @@ class Supervisor:
     def _children(self) -> tuple[Child, ...]:
         return self._etcd.child, self._controller, self._agent
 
+    def record_ready(self) -> None:
+        """Records that all children have started, for `--detach`."""
+        process_records.record_process(self._state_dir, SUPERVISOR, os.getpid(), ready=True)
+
     async def wait(self) -> None:
         """Returns when other processes have stopped all children; restarts crashed ones meanwhile."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._restart_tasks))
 
-    async def start_etcd(self) -> None:
-        """Starts the etcd member of this machine: the one that it has, or the first one of a new cluster."""
-        member = LocalMember.read(self._state_dir)
+    async def launch_etcd(self) -> LocalMember:
+        """Launches the etcd member of this machine: the one that it has, or the first one of a new
+        cluster."""
+        member, data = LocalMember.read(self._state_dir), etcd_data_directory(self._state_dir)
         if member is None:
-            member = await asyncio.to_thread(
-                new_local_member, self._settings.controller, name=local_node_id(self._settings)
+            member = await asyncio.to_thread(new_local_member, self._settings.controller, name=self.node_id)
+        elif not (data / "member").exists():  # etcd would start a new cluster
+            raise ConfigError(
+                f"the data of this machine's etcd member {member.name}, {data}, is missing",
+                hint="restore a backup with 'genie store restore FILE'; if other servers are left, remove "
+                f"the member there ('genie etcd remove {member.name}') and join again",
             )
-        await self._etcd.start(member)
+        await self._etcd.launch(member)
+        return member
+
+    async def wait_for_etcd_majority(self, member: LocalMember) -> None:
+        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
+        await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
         member.write(self._state_dir)
+
+    def report_removed_node(self, error: NodeRemovedError) -> None:
+        """Says why no agent is started, and how this machine becomes a node again."""
+        self._progress(
+            f"warning: no agent was started: {error.message}; to add this machine again, run 'genie down' "
+            "and 'genie up --rejoin'"
+        )
 
     async def join_as_server(self, access: ClusterConfig, *, agent: bool) -> None:
         """Makes this machine a server of the cluster of `access`: etcd member, controller, and agent if
@@ -166,9 +193,10 @@ class Supervisor:
             network=TcpNetwork(),
             progress=self._progress,
         )
-        host, port = _address_of_access(access)
+        host, port = address_of_access(access)
         try:
             await join.run(host, port, token, name=self.node_id, runs_agent=agent)
+            self._local_node.use_name_of_member()
             leader = await self.find_access_to_leader(await self.start_controller())
             assert leader is not None, "the join has written an owner token"
             if agent:
@@ -198,7 +226,7 @@ class Supervisor:
             self._controller.check_not_exited()
             if uses_local_etcd(self._settings) and asyncio.get_running_loop().time() >= progress_at_s:
                 progress_at_s = float("inf")
-                self._progress("waiting for a majority of the etcd members")
+                self._progress("waiting for the controller to find the leader")
             await asyncio.sleep(_START_POLL_S)
         self.cluster = found
         # A port chosen by the system must stay the same after a crash: agents use it.
@@ -208,14 +236,14 @@ class Supervisor:
             self._progress(why)
         return found
 
-    async def start_agent(self, access: ClusterConfig) -> NodeInfo | None:
+    async def start_agent(self, access: ClusterConfig, *, rejoin: bool = False) -> NodeInfo | None:
         """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
-        list nodes."""
-        node_dir = self._find_joined_node(access) or await self._join_as_new_node(access)
-        self.node_id = node_dir.name
+        list nodes. Raises NodeRemovedError for a node that was removed, unless `rejoin` or a join token
+        allows it to join again."""
+        node_dir = await self._local_node.find_or_join(access, rejoin=rejoin)
         self._progress(f"starting the agent of node {self.node_id}")
         before = _read_int_file(node_dir / "incarnation")
-        self._address_being_joined = address_text(*_address_of_access(access))
+        self._address_being_joined = address_text(*address_of_access(access))
         self._agent.start(
             [
                 *("--state-dir", str(self._state_dir)),
@@ -228,7 +256,7 @@ class Supervisor:
         await self._wait_until_agent_registered(node_dir, after_incarnation=before)
         node = (
             await self._wait_until_node_listed(access, after_incarnation=before)
-            if _can_list_nodes(access)
+            if can_list_nodes(access)
             else None
         )
         self._address_being_joined = ""
@@ -278,7 +306,7 @@ class Supervisor:
             )
             return None
         access = make_owner_access(self._state_dir, found)
-        async with self._open_connection(access) as connection:
+        async with open_connection_of_access(self._settings, access) as connection:
             while True:
                 status = await connection.call(GetStatus(), timeout_s=_CONTROLLER_CALL_TIMEOUT_S)
                 if status.leading:
@@ -323,63 +351,6 @@ class Supervisor:
             *((f"--rack={config.rack}",) if config.rack else ()),
         ]
 
-    def _find_joined_node(self, access: ClusterConfig) -> Path | None:
-        """Returns the directory of a node of this machine that has joined this cluster before.
-
-        Raises UsageError if there are several, no node ID is set, and there is no token to join a new one.
-        """
-        joined = [path for path in list_node_dirs(self._state_dir) if _has_joined(path, access)]
-        # If the host name was in use as node ID, the controller has appended a number.
-        given = re.compile(re.escape(self.node_id) + ("" if self._is_node_id_configured else r"(-\d+)?"))
-        named = [path for path in joined if given.fullmatch(path.name)]
-        if named or self._is_node_id_configured or access.token is not None:
-            return named[0] if named else None
-        if len(joined) > 1:
-            raise UsageError(
-                f"this machine has several nodes of this cluster: {', '.join(path.name for path in joined)}",
-                hint="choose one with --node-id",
-            )
-        return joined[0] if joined else None
-
-    @property
-    def _is_node_id_configured(self) -> bool:
-        """Whether the user has set the node ID."""
-        return self._settings.sources["cluster.node_id"] != "default"
-
-    async def _join_as_new_node(self, access: ClusterConfig) -> Path:
-        """Joins as a new node with the given join token, or with one that the owner token creates."""
-        where = address_text(*_address_of_access(access))
-        if access.token is None:
-            raise TokenMissingError(
-                f"joining {where} requires a token",
-                hint="create one with 'genie token create --join' and pass it with --token-file FILE",
-            )
-        text = access.token
-        if parse_token(text).kind is TokenKind.USER:
-            raise PermissionError_(
-                f"joining {where} requires a join token: a user token cannot add a machine",
-                hint="get one from the owner of the cluster ('genie token create --join'), and pass it as "
-                f"token or to 'genie join {where} --token-file FILE'",
-            )
-        host, port = _address_of_access(access)
-        if _can_list_nodes(access):
-            async with self._open_connection(access) as connection:
-                request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
-                text = (
-                    await connection.call(request, timeout_s=_CONTROLLER_CALL_TIMEOUT_S, idempotent=False)
-                ).token
-        self._progress(f"joining the cluster as {self.node_id}")
-        return await joining.join_cluster(
-            host,
-            port,
-            text,
-            state_dir=self._state_dir,
-            requested_node_id=self.node_id,
-            network=TcpNetwork(),
-            # The controller may append a number to a node ID from the host name, but not to one that was set.
-            is_node_id_fixed=self._is_node_id_configured,
-        )
-
     async def _wait_until_agent_registered(self, node_dir: Path, *, after_incarnation: int) -> None:
         """Waits until the agent has registered with an incarnation greater than `after_incarnation`."""
         loop = asyncio.get_running_loop()
@@ -395,7 +366,7 @@ class Supervisor:
 
     async def _wait_until_node_listed(self, access: ClusterConfig, *, after_incarnation: int) -> NodeInfo:
         poll_s = _START_POLL_S
-        async with self._open_connection(access) as connection:
+        async with open_connection_of_access(self._settings, access) as connection:
             while True:
                 self._agent.check_not_exited()
                 for view in await fetch_nodes(connection, timeout_s=_CONTROLLER_CALL_TIMEOUT_S):
@@ -405,17 +376,6 @@ class Supervisor:
                         return node
                 await asyncio.sleep(poll_s)
                 poll_s = min(2 * poll_s, _NODE_LIST_POLL_S_MAX)  # the list of a large cluster is expensive
-
-    @asynccontextmanager
-    async def _open_connection(self, access: ClusterConfig) -> AsyncIterator[ControllerConnection]:
-        async with open_connection(
-            replace(self._settings, cluster=access),
-            network=TcpNetwork(),
-            timeout_s=_CONTROLLER_CONNECT_TIMEOUT_S,
-            program="genie up",
-            is_address_fixed=True,
-        ) as connection:
-            yield connection
 
     def _report_crash(self, what: str) -> None:
         _log.error("a child process crashed: %s", what)
@@ -429,21 +389,31 @@ async def run_local_cluster(
     progress: ProgressPrinter,
     timeout_s: float = START_TIMEOUT_S,
     agent: bool | None = None,
+    rejoin: bool = False,
+    is_program: bool = False,
 ) -> AsyncIterator[Supervisor]:
     """Runs controller and agent (only the controller if `agent` is False) for the block, which is entered
     when both have started. A server with etcd remembers `agent`, and uses that for None. The agent of a
-    standby joins through the leader, which requires the leader's owner token.
+    standby joins through the leader, which requires the leader's owner token. If the node of this machine was
+    removed, no agent is started, unless `rejoin` adds it again.
+
+    `is_program`: this process only runs the cluster. It waits for a majority of the etcd members without a
+    deadline, because the other servers may start at any time, and 'genie down' ends it.
 
     Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
     with the last lines of the log if a child does not start.
     """
     settings = with_settings_of_local_member(settings)
     # Not a new cluster where a server of another one was wanted.
-    opening = _run_supervisor(settings, progress, continues_after_undone_join=False)
+    opening = _run_supervisor(settings, progress, is_program=is_program, continues_after_undone_join=False)
     async with opening as (supervisor, group):
+        if uses_local_etcd(settings):
+            async with _raise_on_start_timeout(timeout_s, supervisor, "etcd"):
+                member = await supervisor.launch_etcd()
+            needs_others = is_program and bool(member.endpoints)
+            async with _raise_on_start_timeout(None if needs_others else timeout_s, supervisor, "etcd"):
+                await supervisor.wait_for_etcd_majority(member)
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
-            if uses_local_etcd(settings):
-                await supervisor.start_etcd()
             runs_agent = _remember_and_get_runs_agent(settings.paths.state_dir, agent)
             access = await supervisor.find_access_to_leader(await supervisor.start_controller())
             if runs_agent and access is None:
@@ -452,7 +422,10 @@ async def run_local_cluster(
                     hint=_copied_state_directory_hint(settings.paths.state_dir),
                 )
             if runs_agent and access is not None:
-                await supervisor.start_agent(access)
+                try:
+                    await supervisor.start_agent(access, rejoin=rejoin)
+                except NodeRemovedError as error:
+                    supervisor.report_removed_node(error)
         supervisor.restart_crashed_children(group)
         yield supervisor
 
@@ -464,12 +437,13 @@ async def run_local_agent(
     *,
     progress: ProgressPrinter,
     timeout_s: float = START_TIMEOUT_S,
+    is_program: bool = False,
 ) -> AsyncIterator[Supervisor]:
     """Runs an agent in the cluster of `access` for the block.
 
     Raises UnreachableError if it has not registered within `timeout_s`.
     """
-    async with _run_supervisor(settings, progress) as (supervisor, group):
+    async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
         supervisor.restart_crashed_children(group)
@@ -484,6 +458,7 @@ async def run_joining_server(
     progress: ProgressPrinter,
     timeout_s: float = SERVER_JOIN_TIMEOUT_S,
     agent: bool = True,
+    is_program: bool = False,
 ) -> AsyncIterator[Supervisor]:
     """Joins the cluster of `access` as a server and runs etcd member, controller and agent (if `agent`) for
     the block.
@@ -491,7 +466,7 @@ async def run_joining_server(
     A failed join leaves neither an etcd member nor files behind.
     """
     settings = replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD_STORE))
-    async with _run_supervisor(settings, progress) as (supervisor, group):
+    async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the server"):
             await supervisor.join_as_server(access, agent=agent)
         supervisor.restart_crashed_children(group)
@@ -500,13 +475,20 @@ async def run_joining_server(
 
 @asynccontextmanager
 async def _run_supervisor(
-    settings: Settings, progress: ProgressPrinter, *, continues_after_undone_join: bool = True
+    settings: Settings,
+    progress: ProgressPrinter,
+    *,
+    is_program: bool,
+    continues_after_undone_join: bool = True,
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
+    """`is_program`: records this process as the supervisor, so that 'genie down' ends it."""
     state_dir = files.make_private_directory(settings.paths.state_dir)
     supervisor = Supervisor(settings, progress=progress)
-    with _hold_supervisor_lock(state_dir):
+    with hold_supervisor_lock(state_dir):
         if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)
+        if is_program:
+            process_records.record_process(state_dir, SUPERVISOR, os.getpid())
         was_undone = await undo_incomplete_join(state_dir, progress=_ignore_write_errors(progress))
         if was_undone and not continues_after_undone_join:
             raise _interrupted_join_error()
@@ -521,6 +503,8 @@ async def _run_supervisor(
                     await _await_despite_cancellation(supervisor.stop())
                 except (GenieError, asyncio.CancelledError) as error:
                     failure = failure or error  # the error of the block takes precedence
+                if is_program:
+                    process_records.remove_process_record(state_dir, SUPERVISOR)
             if failure is not None:
                 raise failure
 
@@ -552,7 +536,7 @@ def _remember_and_get_runs_agent(state_dir: Path, agent: bool | None) -> bool:
 
 
 def start_timeout_s(settings: Settings) -> float:
-    """A server needs a majority of the servers, which may start later than this one."""
+    """A server may have to wait for the leader of the others."""
     member = LocalMember.read(settings.paths.state_dir)
     return START_TIMEOUT_S if member is None or not member.endpoints else SERVER_START_TIMEOUT_S
 
@@ -616,18 +600,12 @@ async def kill_leftover_jobs(state_dir: Path) -> int:
 def check_agent_is_of_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
     """Raises AgentRunningError if the running agent belongs to another cluster than that of `access`."""
     node_dir = state_dir / AGENTS_DIR / running.node_id
-    if running.node_id and not _has_joined(node_dir, access, requires_address_if_unpinned=True):
-        requested = address_text(*_address_of_access(access))
+    if running.node_id and not has_joined(node_dir, access, requires_address_if_unpinned=True):
+        requested = address_text(*address_of_access(access))
         raise AgentRunningError(
             f"cannot join {requested}: this machine runs an agent of another cluster {running}",
             hint=f"stop it with 'genie down', or set GENIE_STATE_DIR to another directory than {state_dir}",
         )
-
-
-def local_node_id(settings: Settings) -> str:
-    """The node ID of this machine: the setting, or one derived from the host name."""
-    node_id = settings.cluster.node_id
-    return validate_node_id(node_id) if node_id is not None else node_id_from(socket.gethostname())
 
 
 def make_owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
@@ -655,12 +633,10 @@ def _ignore_write_errors(progress: ProgressPrinter) -> ProgressPrinter:
 
 
 @contextmanager
-def _hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
-    """Held by the supervisor of this state directory; the kernel releases it when that process dies."""
-    path = (
-        files.make_private_directory(state_dir / process_records.PROCESS_RECORDS_FOLDER)
-        / _SUPERVISOR_LOCK_FILE
-    )
+def hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
+    """Held by the supervisor of this state directory, and by a command that replaces its store; the kernel
+    releases it when that process dies. Raises AgentRunningError if another process holds it."""
+    path = process_records.supervisor_lock_path(state_dir)
     lock = files.FileLock.try_acquire(path)
     if lock is None:
         raise _already_running_error(
@@ -697,53 +673,15 @@ def _already_running_error(
 
 
 @asynccontextmanager
-async def _raise_on_start_timeout(timeout_s: float, supervisor: Supervisor, what: str) -> AsyncIterator[None]:
+async def _raise_on_start_timeout(
+    timeout_s: float | None, supervisor: Supervisor, what: str
+) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
+        assert timeout_s is not None
         raise supervisor.start_timeout_error(timeout_s, what) from None
-
-
-def _can_list_nodes(access: ClusterConfig) -> bool:
-    """False without a token or with a join token, which only admits a node."""
-    return access.token is not None and parse_token(access.token).kind not in (
-        TokenKind.JOIN,
-        TokenKind.SERVER_JOIN,
-    )
-
-
-def _address_of_access(access: ClusterConfig) -> tuple[str, int]:
-    if access.master_addr is None:
-        raise ConfigError("the address of the controller is missing", hint="pass master_addr")
-    return parse_endpoint(access.master_addr, what="master_addr", port=access.master_port)
-
-
-def _has_joined(node_dir: Path, access: ClusterConfig, *, requires_address_if_unpinned: bool = False) -> bool:
-    """Whether this is a node of the cluster of `access`.
-
-    Clusters are compared by the pin of the token. Without a token, the address must be one that the node has
-    stored; with `requires_address_if_unpinned` also in clusters without TLS, whose tokens have no pin.
-    """
-    pin = parse_token((node_dir / "node.token").read_text("utf-8")).pin
-    if access.token is not None:
-        same = parse_token(access.token).pin == pin
-        return same and (
-            pin != NO_PIN
-            or not requires_address_if_unpinned
-            or _has_controller_address(node_dir, *_address_of_access(access))
-        )
-    return _has_controller_address(node_dir, *_address_of_access(access))
-
-
-def _has_controller_address(node_dir: Path, host: str, port: int) -> bool:
-    try:
-        known = read_controller_addresses(node_dir)
-    except GenieError:
-        return False
-    return any(
-        port == at and (host == name or (is_loopback(host) and is_loopback(name))) for name, at in known
-    )
 
 
 def _registered_incarnation(node_dir: Path) -> int:

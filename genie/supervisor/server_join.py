@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from genie.agent.identity import AGENTS_DIR
+from genie.agent.joining import call_leader
 from genie.config import ControllerConfig
 from genie.controller.etcd.local_member import (
     LocalMember,
@@ -26,13 +26,11 @@ from genie.controller.etcd.local_member import (
 )
 from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
-from genie.errors import ConfigError, NotLeaderError, TokenRefusedError
-from genie.model.messages.handshake import ServerJoined
-from genie.model.names import address_text, is_loopback, parse_endpoint
+from genie.errors import ConfigError, TokenRefusedError
+from genie.model.names import address_text, is_loopback
 from genie.model.tenant import TokenKind
 from genie.processes import files
-from genie.runtime import rpc
-from genie.runtime.credentials import OWNER_TOKEN_FILE, make_pinned_client_tls
+from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.runtime.network import Network
 from genie.supervisor.etcd_member import (
     EtcdMemberProcess,
@@ -51,8 +49,6 @@ _log = logging.getLogger(__name__)
 _CONTROLLER_CALL_TIMEOUT_S = 15.0
 _ADD_MEMBER_TIMEOUT_S = 60.0
 _PROMOTE_MEMBER_TIMEOUT_S = 60.0
-_REDIRECTS_TO_LEADER_MAX = 3
-_LEADER_IN_HINT_PATTERN = re.compile(r"the leader is (\S+)")
 
 
 def parse_server_join_token(text: str) -> Token:
@@ -89,26 +85,15 @@ async def fetch_server_credentials(
     Follows a standby to the leader; each server is verified against the pin of the token.
     """
     client = ServerJoinAttempt.create(token)
-    for _ in range(_REDIRECTS_TO_LEADER_MAX):
-        trusted = await make_pinned_client_tls(
-            network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_CONTROLLER_CALL_TIMEOUT_S
-        )
-        try:
-            async with rpc.dial(
-                network, host, port, tls=trusted, timeout_s=_CONTROLLER_CALL_TIMEOUT_S
-            ) as peer:
-                reply: ServerJoined = await peer.call(client.request, timeout_s=_CONTROLLER_CALL_TIMEOUT_S)
-        except NotLeaderError as error:
-            leader = _LEADER_IN_HINT_PATTERN.search(error.hint or "")
-            if leader is None:
-                raise
-            host, port = parse_endpoint(leader[1])
-            continue
-        return client.decrypt_credentials(reply)
-    raise NotLeaderError(
-        f"could not find the leader of the cluster: {address_text(host, port)} does not lead either",
-        hint="try again in a moment",
+    reply, _ = await call_leader(
+        client.request,
+        (host, port),
+        pin=token.pin,
+        state_dir=state_dir,
+        network=network,
+        timeout_s=_CONTROLLER_CALL_TIMEOUT_S,
     )
+    return client.decrypt_credentials(reply)
 
 
 class ServerJoin:

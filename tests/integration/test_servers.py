@@ -42,7 +42,7 @@ class Server:
     def where(self) -> str:
         return f"{self.host}:{self.ports[0]}"
 
-    def _environ(self) -> dict[str, str]:
+    def environ(self) -> dict[str, str]:
         return {
             **os.environ,
             "GENIE_STATE_DIR": str(self.state_dir),
@@ -54,7 +54,7 @@ class Server:
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "genie", *arguments],
-            env=self._environ(),
+            env=self.environ(),
             capture_output=True,
             text=True,
             timeout=_COMMAND_TIMEOUT_S,
@@ -88,7 +88,7 @@ class Server:
                 *(sys.executable, "-m", "genie", "join", "--server", where, "--bind", self.host),
                 *("--port", str(self.ports[0]), "--node-id", self.name, "--token-file", str(token_file)),
             ],
-            env=self._environ(),
+            env=self.environ(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -167,6 +167,12 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     other.run("etcd", "defrag")
     lost.kill_everything()
     assert "does not respond" in other.run("etcd", "defrag", check=False).stderr
+    expected = f"etcd member {lost.name} ({lost.host}:{lost.ports[1]}) has not responded since "
+    wait_until(
+        lambda: [text.startswith(expected) for text in alarms(other)] == [True],
+        timeout_s=60,
+        what="the member that does not respond is an alarm",
+    )
     members = {member["name"]: member for member in other.list_members()}
     assert len(members) == 3
     assert not members[lost.name]["healthy"]
@@ -180,11 +186,18 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert f"removed the address of its controller, {lost.where}" in removed.stdout + removed.stderr
     assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
+    wait_until(lambda: not alarms(other), timeout_s=60, what="the alarm ends with the member")
     shutil.rmtree(lost.state_dir)
     lost.name = "s4"
     lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
     assert len(other.list_members()) == 3
     assert all(member["healthy"] for member in other.list_members())
+
+
+def alarms(server: Server) -> list[str]:
+    """The alarms for members of etcd."""
+    found = json.loads(server.run("status", "--json").stdout)["alarms"]
+    return [text for text in found if text.startswith("etcd member")]
 
 
 def list_controller_addresses(state_dir: Path) -> list[str]:

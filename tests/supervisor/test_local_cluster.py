@@ -39,6 +39,7 @@ from genie.model.tenant import TokenKind
 from genie.processes.process_identity import ProcessIdentity
 from genie.runtime.credentials import LocalCluster
 from genie.supervisor import local_cluster, process_records
+from genie.supervisor.local_node import local_node_id
 from genie.tenancy.access import new_token
 from tests.cluster.small_controller import TOKEN, SmallController
 from tests.waiting import until, wait_until
@@ -149,7 +150,7 @@ async def test_stop_finishes_despite_repeated_cancellation(tmp_path: Path) -> No
 async def test_error_names_the_process_that_holds_the_lock(tmp_path: Path, progress: ProgressLog) -> None:
     """After 'genie down' a server session still holds the lock."""
     expected = f"process {os.getpid()} .*end that program"
-    with local_cluster._hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
+    with local_cluster.hold_supervisor_lock(tmp_path), pytest.raises(AgentRunningError, match=expected):
         async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
 
@@ -534,7 +535,7 @@ async def test_restarted_agent_keeps_its_numbered_node_id(
     cluster: local_cluster.Supervisor, tmp_path: Path, progress: ProgressLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two machines with the same host name, the second gets a number."""
-    monkeypatch.setattr("genie.supervisor.local_cluster.socket.gethostname", lambda: "n1")
+    monkeypatch.setattr("genie.supervisor.local_node.socket.gethostname", lambda: "n1")
     async with create_join_token(cluster, tmp_path) as (owner, _token):
         chosen = load_settings(tmp_path / "elsewhere", **_to_settings_arguments(owner.cluster))
         with pytest.raises(UsageError, match="n1' is already in use"):
@@ -578,7 +579,7 @@ def test_owner_access_requires_the_owner_token(tmp_path: Path) -> None:
 
 def test_invalid_node_id_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(NameInvalidError, match="odd id"):
-        local_cluster.local_node_id(load_settings(tmp_path, cluster__node_id="odd id"))
+        local_node_id(load_settings(tmp_path, cluster__node_id="odd id"))
 
 
 async def test_running_jobs_end_with_the_cluster(tmp_path: Path, progress: ProgressLog) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -26,8 +25,6 @@ from genie.errors import GenieError, UsageError
 from genie.model.names import address_text, parse_address
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from genie.cluster.client import ClusterClient
     from genie.config import Settings
     from genie.model.job import Job
@@ -104,12 +101,16 @@ def up(
         typer.Option(metavar="on|off", help="Use TLS; off is allowed on loopback only (default: on)."),
     ] = None,
     agent: AgentOption = None,
+    rejoin: Annotated[
+        bool, typer.Option("--rejoin", help="Add the node of this machine again after 'genie forget'.")
+    ] = False,
     label: LabelsOption = None,
     rack: RackOption = None,
 ) -> None:
     """Start a cluster on this machine: a controller, and an agent for its accelerators.
 
-    Without --detach, runs until Ctrl-C and then stops controller and agent.
+    Without --detach, runs until Ctrl-C and then stops controller and agent. A server waits until a majority
+    of the servers has started; with --detach, the command fails after 30 s, and the server goes on waiting.
     """
     given = {"controller.bind": bind, "controller.port": port, "controller.store": store}
     settings = invocation.load_settings(
@@ -121,28 +122,22 @@ def up(
     settings = with_settings_of_local_member(settings)
     check_bind_address(settings.controller)
     if detach:
-        from genie.cli import background
-        from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
-
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
         arguments = [f"{name}={value}" for name, value in flags.items() if value is not None]
         arguments += [] if agent is None else ["--agent" if agent else "--no-agent"]
+        arguments += ["--rejoin"] if rejoin else []
         arguments += _label_and_rack_arguments(label, rack)
-        background.start_in_background(
-            ["up", *arguments],
-            settings=settings,
-            invocation=invocation,
-            extra_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
-        )
-        asyncio.run(_print_started_cluster(settings))
+        _start_cluster_in_background(arguments, settings=settings, invocation=invocation)
         return
     from genie.supervisor import local_cluster
 
     supervision = local_cluster.run_local_cluster(
         settings,
-        progress=output.print_message,
+        progress=output.ProgressPrinter(),
         agent=agent,
+        rejoin=rejoin,
         timeout_s=local_cluster.start_timeout_s(settings),
+        is_program=True,
     )
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
@@ -205,7 +200,7 @@ def join(
     start = local_cluster.run_local_agent
     if server:
         start = partial(local_cluster.run_joining_server, agent=not no_agent)
-    supervision = start(settings, settings.cluster, progress=output.print_message)
+    supervision = start(settings, settings.cluster, progress=output.ProgressPrinter(), is_program=True)
     raise typer.Exit(_run_supervisor_and_get_exit_code(supervision, settings))
 
 
@@ -340,6 +335,19 @@ def _validate_token_and_node_id(settings: Settings) -> None:
         parse_token(settings.cluster.token)
 
 
+def _start_cluster_in_background(arguments: list[str], *, settings: Settings, invocation: Invocation) -> None:
+    from genie.cli import background
+    from genie.supervisor.local_cluster import START_TIMEOUT_S, start_timeout_s
+
+    background.start_in_background(
+        ["up", *arguments],
+        settings=settings,
+        invocation=invocation,
+        extra_timeout_s=max(start_timeout_s(settings) - START_TIMEOUT_S, 0.0),
+    )
+    asyncio.run(_print_started_cluster(settings))
+
+
 def _run_supervisor_and_get_exit_code(
     supervision: AbstractAsyncContextManager[Supervisor], settings: Settings
 ) -> int:
@@ -351,21 +359,19 @@ async def _supervise_until_signal_or_exit(
 ) -> int:
     """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
     ready = False
-    with _cancel_current_task_on_stop_signal() as stopped:
+    with _cancel_current_task_on_stop_signal() as stopped, _keep_jobs_at_signal() as keep_jobs_of:
         try:
             async with supervision as supervisor:
-                with (
-                    _keep_jobs_at_signal(supervisor),
-                    _supervisor_process_record(settings.paths.state_dir),
-                ):
-                    ready = True
-                    if supervisor.cluster is not None:
-                        await _print_started_cluster(settings)
-                    else:
-                        output.write_line(_format_joined_message(settings, supervisor.node_id))
-                    output.print_message("running; press Ctrl-C to stop")
-                    await supervisor.wait()
-                    output.print_message("stopped by another process")
+                keep_jobs_of.append(supervisor)
+                supervisor.record_ready()
+                ready = True
+                if supervisor.cluster is not None:
+                    await _print_started_cluster(settings)
+                else:
+                    output.write_line(_format_joined_message(settings, supervisor.node_id))
+                output.print_message("running; press Ctrl-C to stop")
+                await supervisor.wait()
+                output.print_message("stopped by another process")
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -396,32 +402,23 @@ def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _keep_jobs_at_signal(supervisor: Supervisor) -> Iterator[None]:
-    """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of this machine."""
+def _keep_jobs_at_signal() -> Iterator[list[Supervisor]]:
+    """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of the supervisors in the list."""
     from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 
+    supervisors: list[Supervisor] = []
+
     def stop() -> None:
-        supervisor.keep_jobs_on_stop()
+        for supervisor in supervisors:
+            supervisor.keep_jobs_on_stop()
         signal.raise_signal(signal.SIGTERM)
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(KEEP_JOBS_SIGNAL, stop)
     try:
-        yield
+        yield supervisors
     finally:
         loop.remove_signal_handler(KEEP_JOBS_SIGNAL)
-
-
-@contextlib.contextmanager
-def _supervisor_process_record(state_dir: Path) -> Iterator[None]:
-    """Record this process as the supervisor, for 'genie down' and `--detach`."""
-    from genie.supervisor import local_cluster, process_records
-
-    process_records.record_process(state_dir, local_cluster.SUPERVISOR, os.getpid(), ready=True)
-    try:
-        yield
-    finally:
-        process_records.remove_process_record(state_dir, local_cluster.SUPERVISOR)
 
 
 async def _print_started_cluster(settings: Settings) -> None:

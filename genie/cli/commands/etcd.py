@@ -39,7 +39,7 @@ _STATUS_COLUMNS_DROPPED_IF_NARROW = ("version", "revision")
 def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Show members, leader, health, size and revision of the etcd cluster.
 
-    Without a majority, the members are listed by address.
+    If no member responds, they are listed by address.
     """
     address = _etcd_address_of_local_member(invocation.load_settings())
     statuses = asyncio.run(_fetch_member_statuses(address))

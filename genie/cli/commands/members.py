@@ -82,7 +82,7 @@ def _find_stored_members(state_dir: Path) -> MembersReply | None:
 
 def _format_member(member: Member, *, now: float) -> tuple[str, ...]:
     return (
-        member.name,
+        member.machine_name or member.name,
         member.role.value,
         member.controller_address or member.address,
         member.state.value,

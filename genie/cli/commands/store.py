@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,16 @@ app.add_typer(store_app)
 _PROGRESS_INTERVAL_S = 2.0
 _PATH_CHARS_MAX = 4096
 
+MemberBindOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="With etcd run by Genie: address of this machine to listen on, for other servers.",
+    ),
+]
+MemberPortOption = Annotated[
+    str | None, typer.Option(metavar="N", help="With --bind: port of the controller (default: 5555).")
+]
 BackupFileArgument = Annotated[str, typer.Argument(metavar="FILE", help="File of the backup.")]
 
 
@@ -62,7 +73,7 @@ def backup(
     The file contains all jobs, nodes, quotas and hashes of tokens at one revision, and only you can read it.
     It does not contain the certificate authority of the cluster: see "Backup and restore" in the user guide.
     """
-    settings = invocation.load_settings({"controller.store": store})
+    settings = _load_settings_of_machine(invocation, {"controller.store": store})
     path = _parse_backup_path(file)
     header = asyncio.run(_write_backup_of_controller_or_store(settings, path, direct=store is not None))
     if as_json:
@@ -81,34 +92,43 @@ def restore(
     store: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Empty store to restore into, such as etcd://HOST:PORT (default: sqlite)."
+            metavar="URL",
+            help="Store to restore into: etcd (run by Genie), sqlite, or an empty etcd://HOST:PORT "
+            "(default: etcd on a server with an etcd member, else sqlite).",
         ),
     ] = None,
+    bind: MemberBindOption = None,
+    port: MemberPortOption = None,
     generation: Annotated[
         str | None,
         typer.Option(metavar="N", help="New generation of the cluster (default: higher than any before)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restore a backup into an empty store. The controller must not be running.
+    """Restore a backup. The cluster must not be running.
+
+    With etcd run by Genie, starts a new etcd cluster of one member, which replaces the one of this machine;
+    the other servers join again. Other stores must be empty. The data of a replaced store is kept.
 
     Raises the generation of the cluster: nodes accept the restored controller and reject the previous one.
     Running jobs that are not in the backup are ended when their nodes connect.
     """
-    settings = invocation.load_settings({"controller.store": store})
-    _check_store_would_be_used(settings)
+    given = {"controller.store": store, "controller.bind": bind, "controller.port": port}
+    settings = _load_settings_of_machine(invocation, given)
+    _check_address_is_for_member(settings, bind=bind, port=port)
     wanted = (
         None
         if generation is None
         else parse_integer(generation, what="--generation", low=1, high=GENERATION_MAX)
     )
-    restored = asyncio.run(_restore_backup_file(settings, _parse_backup_path(file), generation=wanted))
+    restored, kept = asyncio.run(_restore_backup_file(settings, _parse_backup_path(file), generation=wanted))
     if as_json:
         output.write_json(
             {
                 "header": output.struct_to_json(restored.header),
                 "generation": restored.cluster.generation,
                 "rows": restored.row_count,
+                "kept": [str(path) for path in kept],
             }
         )
         return
@@ -121,6 +141,7 @@ def restore(
             f"{format_count(restored.dropped_token_count, 'unused join or server token')} of the backup "
             "cannot be used: create new ones"
         )
+    _print_kept_stores(kept)
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
 
 
@@ -140,49 +161,130 @@ def _parse_backup_path(text: str) -> Path:
     return path
 
 
-def _check_store_would_be_used(settings: Settings) -> None:
-    """Raise UsageError if this machine is a server with etcd, whose controller would ignore another store."""
+def _load_settings_of_machine(invocation: Invocation, given: Mapping[str, object]) -> Settings:
+    """Load the settings. Without a store, that of this machine: etcd if it has an etcd member."""
     from genie.controller.etcd.local_member import LocalMember
+    from genie.controller.store.open import LOCAL_ETCD_STORE
 
-    state_dir = settings.paths.state_dir
+    settings = invocation.load_settings(given)
+    _finish_interrupted_replacement(settings)
     is_default = settings.sources["controller.store"] == "default"
-    if is_default and LocalMember.read(state_dir) is not None:
+    if is_default and LocalMember.read(settings.paths.state_dir) is not None:
+        return replace(settings, controller=replace(settings.controller, store=LOCAL_ETCD_STORE))
+    return settings
+
+
+def _finish_interrupted_replacement(settings: Settings) -> bool:
+    """Whether the store was being replaced by etcd when a command was killed, which is finished now."""
+    from genie.supervisor.etcd_member import finish_interrupted_replacement
+
+    kept = finish_interrupted_replacement(settings.paths.state_dir)
+    if kept:
+        output.print_message("finished the replacement of the store, which was interrupted")
+        _print_kept_stores(kept)
+    return bool(kept)
+
+
+def _is_run_by_genie(settings: Settings) -> bool:
+    from genie.controller.store.open import LOCAL_ETCD_STORE
+
+    return settings.controller.store == LOCAL_ETCD_STORE
+
+
+def _check_address_is_for_member(settings: Settings, *, bind: str | None, port: str | None) -> None:
+    if (bind is not None or port is not None) and not _is_run_by_genie(settings):
         raise UsageError(
-            f"{state_dir} has an etcd member, which 'genie up' would use instead of a restored SQLite store",
-            hint="restore into an empty GENIE_STATE_DIR, which starts a cluster with one controller, or into "
-            "an etcd cluster of your own with --store etcd://HOST:PORT",
+            f"--bind and --port are for etcd members that Genie runs, but the store is "
+            f"{settings.controller.store}",
+            hint="give them to 'genie up' instead, or choose the store etcd",
         )
 
 
-async def _restore_backup_file(settings: Settings, path: Path, *, generation: int | None) -> RestoreResult:
+async def _restore_backup_file(
+    settings: Settings, path: Path, *, generation: int | None
+) -> tuple[RestoreResult, list[Path]]:
+    """Return also the names under which the replaced store is kept."""
     from genie.controller.backups.backup_file import BackupReader
     from genie.controller.controller_directory import lock_controller_directory, record_directory_location
+    from genie.controller.etcd.replacement import retire_member
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
     reader = await asyncio.to_thread(BackupReader, path)
-    directory = files.make_private_directory(_controller_dir(settings))
+    state_dir, directory = settings.paths.state_dir, files.make_private_directory(_controller_dir(settings))
     with lock_controller_directory(directory), file_io_threads("genie-restore") as offload:
-        async with _open_store(settings) as store:
-            restored = await _restore_into_store(
-                store, settings, reader, generation=generation, offload=offload
-            )
-        record_directory_location(directory)
-        return restored
+        if _is_run_by_genie(settings):
+            return await _restore_into_new_member(settings, reader, generation=generation, offload=offload)
+        async with _hold_server_if_any(settings):
+            async with _open_store(settings) as store:
+                restored = await _restore_into_store(
+                    store, settings, reader, generation=generation, offload=offload
+                )
+            record_directory_location(directory)
+            kept = retire_member(state_dir)
+        return restored, [] if kept is None else [kept]
+
+
+async def _restore_into_new_member(
+    settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
+) -> tuple[RestoreResult, list[Path]]:
+    """Restore into a new etcd cluster on this machine, which replaces its etcd member and embedded store."""
+    from genie.controller.backups.restore import read_cluster_of_backup
+    from genie.controller.store.open import SQLITE_FILE_NAME
+    from genie.supervisor.etcd_replacement import build_replacement
+
+    cluster = await offload(lambda: read_cluster_of_backup(reader))
+    sqlite_file = _controller_dir(settings) / SQLITE_FILE_NAME
+    async with build_replacement(
+        settings,
+        ca_pin=cluster.ca_pin,
+        sqlite_file=sqlite_file if sqlite_file.exists() else None,
+        progress=output.print_message,
+    ) as build:
+        restored = await _restore_into_store(
+            build.store, settings, reader, generation=generation, offload=offload
+        )
+    return restored, build.kept
+
+
+@asynccontextmanager
+async def _hold_server_if_any(settings: Settings) -> AsyncIterator[None]:
+    """Keep the etcd member of this machine stopped for the block, if there is one."""
+    from genie.controller.etcd.local_member import LocalMember
+    from genie.supervisor.etcd_replacement import hold_stopped_server
+
+    state_dir = settings.paths.state_dir
+    if LocalMember.read(state_dir) is None:
+        yield
+        return
+    async with hold_stopped_server(state_dir, progress=output.print_message):
+        yield
 
 
 async def _restore_into_store(
     store: Store, settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
 ) -> RestoreResult:
     from genie.controller.backups.restore import next_generation, restore_backup
+    from genie.controller.backups.used_generations import (
+        check_generation_unused,
+        read_used_generation,
+        record_used_generation,
+    )
 
+    directory = _controller_dir(settings)
+    used = read_used_generation(directory)
+    if generation is None:
+        generation = next_generation(max(reader.header.generation, used), now_s=time.time())
+    check_generation_unused(generation, used=used)
+    record_used_generation(directory, generation)
     return await restore_backup(
         reader,
         store,
         store_name=_store_name(settings),
-        generation=generation or next_generation(reader.header.generation, now_s=time.time()),
+        generation=generation,
         offload=offload,
         progress=RowCountPrinter("restoring"),
+        verify_progress=RowCountPrinter("verifying"),
     )
 
 
@@ -200,72 +302,122 @@ def adopt_state_directory(invocation: Invocation) -> None:
 
 async def _adopt_and_get_generation(settings: Settings) -> int:
     from genie.controller.backups.restore import adopt_store
+    from genie.controller.backups.used_generations import read_used_generation, record_used_generation
     from genie.controller.controller_directory import lock_controller_directory, record_directory_location
 
     _check_store_exists(settings)
     directory = _controller_dir(settings)
     with lock_controller_directory(directory):
         async with _open_store(settings) as store:
-            cluster = await adopt_store(store, store_name=_store_name(settings), now_s=time.time())
+            cluster = await adopt_store(
+                store,
+                store_name=_store_name(settings),
+                now_s=time.time(),
+                used_generation=read_used_generation(directory),
+            )
+        if cluster is not None:
+            record_used_generation(directory, cluster.generation)
         record_directory_location(directory)
     return cluster.generation if cluster else 0
 
 
-@command(store_app, "migrate", example="genie store migrate --to etcd://10.0.0.5,10.0.0.6,10.0.0.7")
+@command(store_app, "migrate", example="genie store migrate --to etcd --bind 10.0.0.1")
 def migrate(
     invocation: Invocation,
     *,
     to: Annotated[
-        str, typer.Option(metavar="URL", help="Empty store: etcd://HOST:PORT,..., sqlite or sqlite:/PATH.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Store to move to: etcd (run by Genie), or an empty etcd://HOST:PORT,..., sqlite or "
+            "sqlite:/PATH.",
+        ),
     ],
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="URL", help="Store to copy (default: that of the settings, sqlite)."),
+        typer.Option("--from", metavar="URL", help="Store to copy (default: that of this machine)."),
     ] = None,
+    bind: MemberBindOption = None,
+    port: MemberPortOption = None,
 ) -> None:
-    """Copy the store to an empty one, such as from SQLite to etcd. The controller must not be running.
+    """Move the cluster to another store, such as from SQLite to etcd. The controller must not be running.
 
     Keeps a backup in the state directory, reads the copy back, and prints the command that starts the
-    controller with the new store.
+    controller with the new store. With --to etcd, the file of SQLite is renamed and kept.
     """
-    settings = invocation.load_settings({"controller.store": source})
     for name, url in (("--to", to), ("--from", source)):
         if url == "":
             raise UsageError(
                 f"{name} '' is empty", hint="give a store URL, such as sqlite or etcd://HOST:PORT"
             )
-    target = invocation.load_settings({"controller.store": to})
-    path, restored = asyncio.run(_migrate_store(settings, target))
+    given = {"controller.store": to, "controller.bind": bind, "controller.port": port}
+    target = invocation.load_settings(given)
+    if _finish_interrupted_replacement(target) and _is_run_by_genie(target):
+        _print_next_command(target)
+        return
+    settings = _load_settings_of_machine(invocation, {"controller.store": source})
+    _check_address_is_for_member(target, bind=bind, port=port)
+    path, restored, kept = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
     output.print_message(f"a backup of the previous store is in {path}")
+    _print_kept_stores(kept)
     _print_next_steps(target, ca_pin=restored.cluster.ca_pin)
 
 
-async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, RestoreResult]:
-    """Back up the store of the settings and restore it into that of `target`."""
+async def _migrate_store(settings: Settings, target: Settings) -> tuple[Path, RestoreResult, list[Path]]:
+    """Back up the store of the settings and restore it into that of `target`. Return also the names under
+    which the previous store is kept."""
     from genie.controller.backups.backup_file import BackupReader
-    from genie.controller.backups.restore import check_store_empty, check_store_unused
+    from genie.controller.backups.restore import check_store_unused
     from genie.controller.controller_directory import lock_controller_directory
     from genie.processes import files
     from genie.processes.tasks import file_io_threads
 
-    _check_store_exists(settings)
+    _check_can_migrate(settings, target)
+    directory = files.make_private_directory(_controller_dir(settings))
+    path = directory / f"migration-{time.strftime('%Y%m%d-%H%M%S')}.backup"
+    with lock_controller_directory(directory), file_io_threads("genie-migrate") as offload:
+        if not _is_run_by_genie(target):
+            return path, await _migrate_into_open_store(settings, target, path, offload=offload), []
+        async with _open_store(settings) as store:  # closed before its file is renamed
+            await check_store_unused(store, store_name=_store_name(settings))
+            await _write_backup_of_store(store, path, offload=offload)
+        reader = await offload(lambda: BackupReader(path))
+        restored, kept = await _restore_into_new_member(target, reader, generation=None, offload=offload)
+        return path, restored, kept
+
+
+async def _migrate_into_open_store(
+    settings: Settings, target: Settings, path: Path, *, offload: Offload
+) -> RestoreResult:
+    from genie.controller.backups.backup_file import BackupReader
+    from genie.controller.backups.restore import check_store_empty, check_store_unused
+
+    async with _open_store(settings) as store, _open_store(target) as target_store:
+        await check_store_unused(store, store_name=_store_name(settings))
+        await check_store_empty(target_store, store_name=_store_name(target))
+        await _write_backup_of_store(store, path, offload=offload)
+        reader = await offload(lambda: BackupReader(path))
+        return await _restore_into_store(target_store, target, reader, generation=None, offload=offload)
+
+
+def _check_can_migrate(settings: Settings, target: Settings) -> None:
+    from genie.supervisor.etcd_replacement import choose_new_member
+
     if _store_name(settings) == _store_name(target):
         raise UsageError(
             f"{_store_name(target)} is both source and target of the migration",
             hint="choose another one with --to",
         )
-    directory = files.make_private_directory(_controller_dir(settings))
-    path = directory / f"migration-{time.strftime('%Y%m%d-%H%M%S')}.backup"
-    with lock_controller_directory(directory), file_io_threads("genie-migrate") as offload:
-        async with _open_store(settings) as store, _open_store(target) as target_store:
-            await check_store_unused(store, store_name=_store_name(settings))
-            await check_store_empty(target_store, store_name=_store_name(target))
-            await _write_backup_of_store(store, path, offload=offload)
-            reader = await offload(lambda: BackupReader(path))
-            return path, await _restore_into_store(
-                target_store, target, reader, generation=None, offload=offload
-            )
+    if _is_run_by_genie(settings):
+        raise UsageError(
+            "cannot migrate from etcd members that Genie runs: they stop together with the controllers",
+            hint="run 'genie store backup FILE' while the cluster is running, 'genie down' on all servers, "
+            f"and 'genie store restore FILE --store {target.controller.store}'",
+        )
+    _check_store_exists(settings)
+    if _is_run_by_genie(target):
+        choose_new_member(target)
 
 
 def _store_name(settings: Settings) -> str:
@@ -274,6 +426,11 @@ def _store_name(settings: Settings) -> str:
 
     url = settings.controller.store
     return str(sqlite_store_path(url, state_dir=_controller_dir(settings)) or url)
+
+
+def _print_kept_stores(kept: list[Path]) -> None:
+    for path in kept:
+        output.print_message(f"the previous store is kept in {path}")
 
 
 def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
@@ -290,7 +447,16 @@ def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
             f"first copy controller/ca.pem and controller/ca.key of the previous controller to {directory}: "
             "nodes and users trust only that certificate authority"
         )
+    _print_next_command(settings)
+
+
+def _print_next_command(settings: Settings) -> None:
     url = settings.controller.store
+    if _is_run_by_genie(settings):
+        output.print_message(
+            "next: genie up --detach; then add the other servers: genie token create --server"
+        )
+        return
     output.print_message(
         f"next: genie up --detach{'' if url == 'sqlite' else f' --store {shlex.quote(url)}'}"
     )

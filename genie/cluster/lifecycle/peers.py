@@ -41,7 +41,7 @@ class PeerTable:
             old = before.get(node_id)
             if (
                 old is None
-                or _heartbeat_time_and_incarnation(old) != _heartbeat_time_and_incarnation(node)
+                or _is_newer_report(old, node)
                 or node_id not in self._last_new_heartbeat_s_by_node
             ):
                 self._last_new_heartbeat_s_by_node[node_id] = now_s
@@ -91,8 +91,11 @@ class PeerTable:
         return changes
 
 
-def _heartbeat_time_and_incarnation(node: NodeInfo) -> tuple[float, int]:
-    return node.last_heartbeat, node.incarnation
+def _is_newer_report(old: NodeInfo, node: NodeInfo) -> bool:
+    """Whether the node has sent a heartbeat or has been restarted in between. A new leader has received no
+    heartbeat yet: that says nothing."""
+    has_new_heartbeat = node.last_heartbeat not in (0.0, old.last_heartbeat)
+    return has_new_heartbeat or node.incarnation != old.incarnation
 
 
 def _event_type_for_status_change(old: NodeStatus, new: NodeStatus) -> EventType:

@@ -76,6 +76,7 @@ async def restore_backup(
     generation: int,
     offload: Offload,
     progress: BackupProgress,
+    verify_progress: BackupProgress = lambda _rows, _bytes: None,
 ) -> RestoreResult:
     """Verify the backup, write its rows and read them back. Raises BackupError, StoreNotEmptyError and other
     StoreErrors.
@@ -95,23 +96,38 @@ async def restore_backup(
         await store.commit([], [Put(key, value) for key, value in batch], timeout_s=_STORE_CALL_TIMEOUT_S)
         progress(rows.row_count, rows.size_bytes)
     cluster = _raise_generation(rows.written_last, generation)
-    await _verify_stored_rows(store, rows, store_name=store_name)
+    await _verify_stored_rows(store, rows, store_name=store_name, progress=verify_progress)
     await _write_cluster_record_last(store, cluster, rows.written_last, store_name=store_name)
     return RestoreResult(
         reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST), rows.dropped_token_count
     )
 
 
-async def adopt_store(store: Store, *, store_name: str, now_s: float) -> ClusterRecord | None:
-    """Raise the generation of a store that was moved here, so that nodes reject a controller that still runs
-    with a copy of it. Return the record of the cluster; None if the store has none."""
+def read_cluster_of_backup(reader: BackupReader) -> ClusterRecord:
+    """Read the record of the cluster from a backup. Blocks. Raises BackupError if there is none."""
+    for key, value in reader.rows():
+        if key == CLUSTER_KEY:
+            try:
+                return msgspec.json.decode(value, type=ClusterRecord)
+            except msgspec.DecodeError as error:
+                raise _no_cluster_in_backup_error(str(error)) from error
+    raise _no_cluster_in_backup_error("it is missing")
+
+
+async def adopt_store(
+    store: Store, *, store_name: str, now_s: float, used_generation: int = 0
+) -> ClusterRecord | None:
+    """Raise the generation of a store that was moved here above its own and `used_generation`, so that nodes
+    reject a controller that still runs with a copy of it. Return the record of the cluster; None if the store
+    has none."""
     await check_store_unused(store, store_name=store_name)
     if await read_cluster_record(store, timeout_s=_STORE_CALL_TIMEOUT_S) is None:
         return None
     found = {key: await store.get(key, timeout_s=_STORE_CALL_TIMEOUT_S) for key in _KEYS_WRITTEN_LAST}
     rows = {key: item.value for key, item in found.items() if item is not None}
     before = msgspec.json.decode(rows[CLUSTER_KEY], type=ClusterRecord)
-    cluster = _raise_generation(rows, next_generation(before.generation, now_s=now_s))
+    generation = next_generation(max(before.generation, used_generation), now_s=now_s)
+    cluster = _raise_generation(rows, generation)
     await store.commit(
         [Compare(LEADER_KEY, 0)],
         [Put(key, value) for key, value in rows.items()],
@@ -251,18 +267,25 @@ def _raise_generation(written_last: dict[str, bytes], generation: int) -> Cluste
         cluster = msgspec.json.decode(written_last[CLUSTER_KEY], type=ClusterRecord)
         epochs = msgspec.json.decode(written_last.get(_EPOCH_COUNTER_KEY, b'{"value":0}'), type=Counter)
     except (KeyError, msgspec.DecodeError) as error:
-        raise BackupError(
-            f"the backup has no readable record of its cluster: {error}", hint="use another backup"
-        ) from error
+        raise _no_cluster_in_backup_error(str(error)) from error
     cluster = msgspec.structs.replace(cluster, generation=generation)
     epochs = Counter(value=max(epochs.value + 1, generation * _EPOCHS_PER_GENERATION))
     written_last[CLUSTER_KEY], written_last[_EPOCH_COUNTER_KEY] = map(msgspec.json.encode, (cluster, epochs))
     return cluster
 
 
-async def _verify_stored_rows(store: Store, rows: _RowsToRestore, *, store_name: str) -> None:
+def _no_cluster_in_backup_error(reason: str) -> BackupError:
+    return BackupError(
+        f"the backup has no readable record of its cluster: {reason}", hint="use another backup"
+    )
+
+
+async def _verify_stored_rows(
+    store: Store, rows: _RowsToRestore, *, store_name: str, progress: BackupProgress
+) -> None:
     """Read all rows back and compare them with those of the backup."""
     digest, after, more = hashlib.sha256(), "", True
+    row_count = size_bytes = 0
     while more:
         page = await store.range(
             "", start_after=after, limit=_VERIFY_PAGE_ROWS, timeout_s=_STORE_CALL_TIMEOUT_S
@@ -270,8 +293,10 @@ async def _verify_stored_rows(store: Store, rows: _RowsToRestore, *, store_name:
         for item in page.items:
             if item.key != RESTORE_MARK_KEY:
                 update_digest_with_row(digest, (item.key, item.value))
+                row_count, size_bytes = row_count + 1, size_bytes + len(item.value)
             after = item.key
         more = page.more
+        progress(row_count, size_bytes)
     if digest.digest() != rows.digest():
         raise BackupError(
             f"the rows of the store {store_name} differ from those of the backup",

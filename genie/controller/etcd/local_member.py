@@ -2,7 +2,7 @@
 
     STATE/etcd/member.json   name, addresses and the client endpoints of all members
     STATE/etcd/etcd.pem,.key certificate of the role `etcd`, for clients, peers and the controller
-    STATE/etcd/data          the data directory of etcd
+    STATE/etcd/data          the data directory of etcd (replacement.py exchanges it)
 
 supervisor/etcd_member.py starts the process; membership.py changes the membership.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from genie.controller.store.etcd_address import EtcdAddress
 from genie.errors import ConfigError
@@ -46,17 +47,7 @@ class LocalMember:
         """Returns None if this machine has no member."""
         path = etcd_member_directory(state_dir) / _MEMBER_RECORD_FILE
         try:
-            body = json.loads(files.read_small_file(path))
-            return cls(
-                name=str(body["name"]),
-                host=str(body["host"]),
-                client_port=int(body["client_port"]),
-                peer_port=int(body["peer_port"]),
-                bind=str(body["bind"]),
-                controller_port=int(body["controller_port"]),
-                endpoints=tuple(str(endpoint) for endpoint in body["endpoints"]),
-                runs_agent=bool(body.get("runs_agent", True)),
-            )
+            return cls.from_json(json.loads(files.read_small_file(path)))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -66,8 +57,22 @@ class LocalMember:
                 "server and join again",
             ) from error
 
-    def write(self, state_dir: Path) -> None:
-        body = {
+    @classmethod
+    def from_json(cls, body: Any) -> LocalMember:
+        """Raises ValueError, KeyError or TypeError if it is not the record of a member."""
+        return cls(
+            name=str(body["name"]),
+            host=str(body["host"]),
+            client_port=int(body["client_port"]),
+            peer_port=int(body["peer_port"]),
+            bind=str(body["bind"]),
+            controller_port=int(body["controller_port"]),
+            endpoints=tuple(str(endpoint) for endpoint in body["endpoints"]),
+            runs_agent=bool(body.get("runs_agent", True)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
             "name": self.name,
             "host": self.host,
             "client_port": self.client_port,
@@ -77,8 +82,10 @@ class LocalMember:
             "endpoints": list(self.endpoints),
             "runs_agent": self.runs_agent,
         }
+
+    def write(self, state_dir: Path) -> None:
         directory = files.make_private_directory(etcd_member_directory(state_dir))
-        files.write_private(directory / _MEMBER_RECORD_FILE, json.dumps(body).encode())
+        files.write_private(directory / _MEMBER_RECORD_FILE, json.dumps(self.to_json()).encode())
 
     @property
     def endpoint(self) -> str:

@@ -1,4 +1,5 @@
-"""Maintenance of the local etcd member by the controller: certificate, endpoints, defragmentation."""
+"""Maintenance of the local etcd member by the controller: certificate, endpoints, defragmentation. The leader
+also checks that all members respond."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genie.controller.etcd.local_member import LocalMember, etcd_certificate_and_key_paths
+from genie.controller.etcd.member_alarms import EtcdMemberAlarms
 from genie.controller.etcd.membership import EtcdCluster, MemberStatus, open_etcd_cluster
 from genie.controller.nodes.admission import Certificates
 from genie.controller.store.etcd import EtcdStore
@@ -23,7 +25,8 @@ FRAGMENTED_BYTES_MIN = 64 * 1024**2
 
 
 class EtcdMaintenance:
-    """`is_leading`: only the leading controller defragments, so that never two members pause at once."""
+    """`is_leading`: only the leading controller defragments, so that never two members pause at once.
+    `member_alarms` is updated while it leads."""
 
     def __init__(
         self,
@@ -33,12 +36,14 @@ class EtcdMaintenance:
         state_dir: Path,
         clock: Clock,
         is_leading: Callable[[], bool],
+        member_alarms: EtcdMemberAlarms,
     ) -> None:
         self._store = store
         self._certificates = certificates
         self._state_dir = state_dir
         self._clock = clock
         self._is_leading = is_leading
+        self._member_alarms = member_alarms
         self._next_defragmentation_s = clock.monotonic_s() + _DEFRAGMENTATION_INTERVAL_S
 
     async def run(self) -> None:
@@ -66,7 +71,11 @@ class EtcdMaintenance:
             if is_renewed or set(address.endpoints) != set(self._store.address.endpoints):
                 _log.info("the members of the store are %s", ", ".join(each.name for each in found))
                 await self._store.replace_address(address)
-            if self._is_leading() and self._clock.monotonic_s() >= self._next_defragmentation_s:
+            if not self._is_leading():
+                self._member_alarms.clear()
+                return
+            self._member_alarms.record_statuses(await cluster.fetch_statuses(), now=self._clock.wall_s())
+            if self._clock.monotonic_s() >= self._next_defragmentation_s:
                 self._next_defragmentation_s = self._clock.monotonic_s() + _DEFRAGMENTATION_INTERVAL_S
                 await defragment_most_fragmented_member(cluster)
 

@@ -82,10 +82,14 @@ class EtcdCluster:
         self._channels = channels
         self._clock = clock
 
-    async def list_members(self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S) -> tuple[MemberInfo, ...]:
+    async def list_members(
+        self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S, linearizable: bool = True
+    ) -> tuple[MemberInfo, ...]:
+        """Without `linearizable`, the list as the first member that responds knows it, also without a
+        majority."""
         response = await self._call_any_member(
             lambda member: member.cluster_stub.MemberList,
-            rpc_pb2.MemberListRequest(linearizable=True),
+            rpc_pb2.MemberListRequest(linearizable=linearizable),
             action="list members",
             timeout_s=timeout_s,
         )
@@ -140,13 +144,19 @@ class EtcdCluster:
                 raise
 
     async def fetch_statuses(self) -> tuple[MemberStatus, ...]:
-        """Status of every member, read from the member itself. Without a majority, only their addresses are
-        known."""
+        """Status of every member, read from the member itself. Without a majority, the list is that of any
+        member that responds; if none does, only the addresses are known."""
         try:
             members = await self.list_members()
         except StoreUnavailableError:
-            members = tuple(_member_known_by_endpoint(endpoint) for endpoint in self._address.endpoints)
+            members = await self._list_known_members()
         return tuple(await asyncio.gather(*(self._fetch_status(member) for member in members)))
+
+    async def _list_known_members(self) -> tuple[MemberInfo, ...]:
+        try:
+            return await self.list_members(linearizable=False)
+        except StoreUnavailableError:
+            return tuple(_member_known_by_endpoint(endpoint) for endpoint in self._address.endpoints)
 
     async def defragment(self, endpoint: str) -> None:
         """Defragments one member, which does not serve requests meanwhile."""

@@ -54,6 +54,7 @@ class ServerGossip:
     ) -> None:
         self._name = name
         self._is_disabled = support.is_disabled
+        self._machine_name = support.machine_name
         self._store = store
         self._ledger = ledger
         self._certificates = certificates
@@ -115,6 +116,7 @@ class ServerGossip:
             role=MemberRole.SERVER,
             release=__version__,
             controller_address=self._get_own_address(),
+            machine_name=self._machine_name,
         )
 
     async def _fetch_settings(self) -> GossipSettings:

@@ -150,13 +150,15 @@ class Membership:
         )
 
     def current_info(self, registered_info: NodeInfo, now_s: float) -> NodeInfo:
-        """Return the node's latest report with its current status."""
+        """Return the node's latest report with its current status. `last_heartbeat` is 0 if this controller
+        has received none in this term: an earlier one says nothing about the node."""
         member = self._node_by_id.get(registered_info.node_id)
         if member is None:
-            return self._with_status(
-                registered_info, now_s, unseen_reason="no heartbeat since this controller started"
-            )
-        info = msgspec.structs.replace(member.info, last_heartbeat=member.last_heartbeat_at)
+            info = msgspec.structs.replace(registered_info, last_heartbeat=0.0)
+            return self._with_status(info, now_s, unseen_reason="no heartbeat since this controller started")
+        is_of_this_term = member.has_sent_heartbeat and member.last_heartbeat_s >= self._term_began_s
+        last_heartbeat = member.last_heartbeat_at if is_of_this_term else 0.0
+        info = msgspec.structs.replace(member.info, last_heartbeat=last_heartbeat)
         return self._with_status(info, now_s, unseen_reason="")
 
     def current_info_valid_until_s(self, node_id: str, now_s: float) -> float:

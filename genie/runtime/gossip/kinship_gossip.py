@@ -28,6 +28,7 @@ from genie.runtime.gossip.protocol import (
     GossipIdentity,
     GossipSupport,
     controller_address_in_metadata,
+    machine_name_in_metadata,
     parse_gossip_name,
     release_in_metadata,
 )
@@ -289,6 +290,7 @@ def _convert_member(found: kinship.Member) -> Member | None:
         since=0.0,
         release=release_in_metadata(found.meta),
         controller_address=controller_address_in_metadata(found.meta) if role is MemberRole.SERVER else "",
+        machine_name=machine_name_in_metadata(found.meta) if role is MemberRole.SERVER else "",
     )
 
 

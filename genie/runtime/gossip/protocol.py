@@ -17,7 +17,7 @@ from genie.model.names import parse_endpoint, validate_name, validate_node_id
 KEY_BYTES = 32
 _SERVER_NAME_PREFIX = "server/"
 _RELEASE_PATTERN = re.compile(r"[0-9A-Za-z.+-]{1,32}")
-_RELEASE, _CONTROLLER = "release", "controller"
+_RELEASE, _CONTROLLER, _MACHINE = "release", "controller", "machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class GossipIdentity:
     role: MemberRole
     release: str
     controller_address: str = ""
+    machine_name: str = ""
 
     @property
     def gossip_name(self) -> str:
@@ -36,7 +37,7 @@ class GossipIdentity:
 
     @property
     def metadata(self) -> dict[str, str]:
-        found = {_RELEASE: self.release, _CONTROLLER: self.controller_address}
+        found = {_RELEASE: self.release, _CONTROLLER: self.controller_address, _MACHINE: self.machine_name}
         return {key: value for key, value in found.items() if value}
 
 
@@ -95,6 +96,8 @@ class GossipSupport:
     make_gossip: MakeGossip | None = None
     off_reason: str = "it is not configured"
     is_disabled: bool = False
+    machine_name: str = ""
+    """Of a server: the name that its etcd member and its node have."""
 
 
 def parse_gossip_name(gossip_name: str) -> tuple[MemberRole, str] | None:
@@ -121,3 +124,10 @@ def controller_address_in_metadata(metadata: Mapping[str, str]) -> str:
     except UsageError:
         return ""
     return address
+
+
+def machine_name_in_metadata(metadata: Mapping[str, str]) -> str:
+    try:
+        return validate_node_id(metadata.get(_MACHINE, ""))
+    except NameInvalidError:
+        return ""

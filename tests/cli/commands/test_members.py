@@ -45,6 +45,15 @@ def test_members_prints_a_table(genie, controller) -> None:
     assert node.split()[:4] == ["gpu-1", "node", "10.0.0.7:5557", "dead"]
 
 
+def test_servers_have_the_name_of_their_machine(genie, controller) -> None:
+    reply = make_reply()
+    server = msgspec.structs.replace(reply.members[0], machine_name="gpu-0")
+    controller.replies[ListMembers] = msgspec.structs.replace(reply, members=(server,))
+    assert genie("members").out.splitlines()[1].split()[0] == "gpu-0"
+    (member,) = json.loads(genie("members", "--json").out)["members"]
+    assert (member["name"], member["machine_name"]) == ("0a1b", "gpu-0")
+
+
 def test_members_prints_json(genie, controller) -> None:
     controller.replies[ListMembers] = make_reply()
     document = json.loads(genie("members", "--json").out)

@@ -90,14 +90,15 @@ def test_restore_fills_the_store_of_this_machine_and_prints_the_next_command(
     assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
 
 
-def test_restore_into_sqlite_is_refused_where_the_controller_uses_etcd(genie, state_dir, backup_file) -> None:
+def test_restore_of_a_cluster_without_tls_into_managed_etcd_is_refused(genie, state_dir, backup_file) -> None:
     member = LocalMember(
         name="a", host="127.0.0.1", client_port=2379, peer_port=2380, bind="127.0.0.1", controller_port=5555
     )
     member.write(state_dir)
     ran = genie("store", "restore", str(backup_file))
     assert ran.code == 2
-    assert "has an etcd member" in ran.err
+    assert "--tls off" in ran.err
+    assert LocalMember.read(state_dir) == member
     assert not (state_dir / "controller" / "store.sqlite3").exists()
 
 
@@ -109,6 +110,27 @@ def test_restore_uses_the_given_store_and_generation(genie, backup_file, tmp_pat
     ran = genie("store", "restore", str(backup_file), "--store", url)
     assert ran.code != 0
     assert "new.sqlite3 is not empty" in ran.err
+
+
+def test_restore_of_the_same_backup_on_the_same_machine_raises_the_generation_again(
+    genie, state_dir, backup_file
+) -> None:
+    store, generations = state_dir / "controller" / "store.sqlite3", []
+    for _ in range(2):
+        ran = genie("store", "restore", str(backup_file), "--json")
+        assert ran.code == 0, ran.err
+        generations.append(json.loads(ran.out)["generation"])
+        store.unlink()
+    assert generations[1] > generations[0]
+    ran = genie("store", "restore", str(backup_file), "--generation", str(generations[1]))
+    assert ran.code != 0
+    assert f"is not above {generations[1]}, that of an earlier restore on this machine" in ran.err
+
+
+def test_address_of_a_member_is_refused_for_other_stores(genie, backup_file) -> None:
+    ran = genie("store", "restore", str(backup_file), "--bind", "127.0.0.1")
+    assert ran.code == 2
+    assert "--bind and --port are for etcd members" in ran.err
 
 
 def test_restore_names_the_missing_certificate_authority(genie, state_dir, tmp_path) -> None:

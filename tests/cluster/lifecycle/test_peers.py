@@ -67,6 +67,14 @@ def test_node_without_heartbeat_is_disconnected_until_the_next_one() -> None:
     assert back.type is EventType.NODE_RECOVERED
 
 
+def test_unknown_heartbeat_after_a_failover_is_not_a_heartbeat() -> None:
+    table = PeerTable(timeout_s=10)
+    table.replace_nodes([make_node("a", last_heartbeat=1.0)], now_s=0)
+    table.replace_nodes([make_node("a", last_heartbeat=0.0)], now_s=5)
+    (lost,) = table.replace_nodes([make_node("a", last_heartbeat=0.0)], now_s=10)
+    assert lost.type is EventType.NODE_LOST
+
+
 def test_unresponsive_controller_disconnects_all_nodes() -> None:
     table = PeerTable(timeout_s=10)
     table.replace_nodes([make_node("a"), make_node("b")], now_s=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from genie.config import ControllerConfig
 from genie.controller.etcd import maintenance
 from genie.controller.etcd.local_member import LocalMember, etcd_certificate_and_key_paths
+from genie.controller.etcd.member_alarms import EtcdMemberAlarms
 from genie.controller.etcd.membership import MemberStatus, open_etcd_cluster
 from genie.controller.nodes.admission import Certificates
 from genie.controller.store import Delete, Put
@@ -31,6 +32,7 @@ class RunningMember:
     config: ControllerConfig
     state_dir: Path
     store: EtcdStore
+    member_alarms: EtcdMemberAlarms = field(default_factory=EtcdMemberAlarms)
 
     def certificates(self, clock: SystemClock | FakeClock) -> Certificates:
         return Certificates.open(self.state_dir / "controller", self.config, clock=clock)
@@ -43,6 +45,7 @@ class RunningMember:
             state_dir=self.state_dir,
             clock=clock,
             is_leading=lambda: True,
+            member_alarms=self.member_alarms,
         )
 
 
@@ -88,6 +91,22 @@ async def test_endpoints_follow_the_member_list(running: RunningMember) -> None:
     assert LocalMember.read(running.state_dir) == running.member
     assert running.store.address.endpoints == (running.member.endpoint,)
     assert (await running.store.commit([], [Put("a", b"1")])).succeeded
+
+
+async def test_member_that_does_not_respond_is_an_alarm_until_it_was_removed(running: RunningMember) -> None:
+    maintenance = running.make_maintenance()
+    (port,) = free_ports(1)
+    async with open_etcd_cluster(running.member.address(running.state_dir)) as cluster:
+        added, _ = await cluster.add_learner(f"https://127.0.0.1:{port}", timeout_s=10)
+        await maintenance.run_maintenance_once()
+        assert running.member_alarms.alarms() == [], "one failed check is not an alarm"
+        await maintenance.run_maintenance_once()
+        (alarm,) = running.member_alarms.alarms()
+        assert alarm.startswith(f"etcd member {added.member_id:x} has not responded since ")
+        assert "1 of 2 respond" in alarm and f"'genie etcd remove {added.member_id:x}'" in alarm
+        await cluster.remove_member(added.member_id)
+        await maintenance.run_maintenance_once()
+        assert running.member_alarms.alarms() == []
 
 
 async def test_watch_continues_after_the_endpoints_have_changed(running: RunningMember) -> None:

@@ -38,9 +38,14 @@ class GossipCluster:
         host: str = "127.0.0.1",
         port: int = 0,
         controller_address: str = "",
+        machine_name: str = "",
     ) -> Gossip:
         identity = GossipIdentity(
-            name=name, role=role, release="1.2.3", controller_address=controller_address
+            name=name,
+            role=role,
+            release="1.2.3",
+            controller_address=controller_address,
+            machine_name=machine_name,
         )
         member: Gossip
         if self.kind == "kinship":
@@ -79,7 +84,9 @@ def find_member(gossip: Gossip, name: str) -> Member:
 
 
 async def test_joined_members_list_each_other_with_their_metadata(cluster: GossipCluster) -> None:
-    server = cluster.new_member("a0", role=MemberRole.SERVER, controller_address="127.0.0.1:5555")
+    server = cluster.new_member(
+        "a0", role=MemberRole.SERVER, controller_address="127.0.0.1:5555", machine_name="m0"
+    )
     node = cluster.new_member("a0")
     for member in (server, node):
         await member.start([KEY])
@@ -97,6 +104,7 @@ async def test_joined_members_list_each_other_with_their_metadata(cluster: Gossi
             "127.0.0.1:5555",
             MemberState.ALIVE,
         )
+        assert found.machine_name == "m0"
 
 
 async def test_member_that_leaves_has_left(cluster: GossipCluster) -> None:

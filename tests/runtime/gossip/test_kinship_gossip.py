@@ -65,7 +65,11 @@ async def test_members_that_genie_did_not_start_are_ignored() -> None:
     stranger = kinship.blocking.Cluster(settings).start()
     other = KinshipGossip(
         GossipIdentity(
-            name="n2", role=MemberRole.NODE, release="not a release! " * 9, controller_address="?"
+            name="n2",
+            role=MemberRole.NODE,
+            release="not a release! " * 9,
+            controller_address="?",
+            machine_name="no name!",
         ),
         host="127.0.0.1",
         port=0,
@@ -77,6 +81,7 @@ async def test_members_that_genie_did_not_start_are_ignored() -> None:
         await until(lambda: len(gossip.members()) == 2)
         found = gossip.members()[1]
         assert (found.name, found.release, found.controller_address) == ("n2", "", "")
+        assert found.machine_name == ""
     finally:
         stranger.close(timeout=0.1)
         await other.stop(leave=False)

@@ -1,0 +1,186 @@
+"""Starts of servers: waiting for the others, a node that was removed, and joins through a standby."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from genie.supervisor import local_cluster
+from tests.integration.test_servers import Server
+from tests.needs import require_program
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+_WAITING = "waiting for a majority of the etcd members: 1 of 2 running, 2 needed; no connection to "
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
+    """Two running servers."""
+    require_program("etcd", package="etcd-server")
+    first, second = (
+        Server(f"s{number}", f"127.0.0.{number + 1}", tmp_path / f"s{number}") for number in (1, 2)
+    )
+    try:
+        first.start_first()
+        second.join(first.where, first.create_server_token(tmp_path / "server.token"))
+        yield first, second
+    finally:
+        stop(first, second)
+
+
+def stop(*servers: Server) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Server.stop, servers))
+
+
+@contextmanager
+def start_waiting(server: Server, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a command that waits for the other server; its output is in STATE/output."""
+    output = server.state_dir / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "genie", *arguments],
+            env=server.environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        wait_until(lambda: _WAITING in output.read_text(), timeout_s=60, what="it reports what it waits for")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_stopped(server: Server) -> bool:
+    return local_cluster.find_running_cluster(server.state_dir) is None
+
+
+def test_server_waits_for_a_majority_until_the_other_one_starts(servers: tuple[Server, Server]) -> None:
+    first, second = servers
+    stop(first, second)
+    with start_waiting(first, "up") as process:
+        output = (first.state_dir / "output").read_text()
+        assert f"no connection to {second.host}:{second.ports[1]} (connection refused)" in output
+        # Each change is printed once: this is no terminal.
+        assert output.count(_WAITING) == 1
+        assert first.run("down").stdout.strip().endswith("stopped")
+        process.wait(timeout=60)
+        assert is_stopped(first)
+    with start_waiting(first, "up") as process:
+        second.run("up", "--detach")
+        assert second.try_submit("both run")
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    assert is_stopped(first)
+
+
+def test_detached_start_reports_the_missing_server_and_goes_on_waiting(
+    servers: tuple[Server, Server],
+) -> None:
+    first, second = servers
+    stop(first, second)
+    up = "background.OTHER_SERVERS_WAIT_S = 0.0; sys.exit(main(['up', '--detach']))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from genie.cli import background, main; {up}"],
+        env=first.environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert f"this server is {_WAITING}" in done.stderr
+    assert "it goes on waiting in the background" in done.stderr
+    assert not is_stopped(first)
+    second.run("up", "--detach")
+    wait_until(lambda: first.try_submit("both run"), timeout_s=60, what="the waiting server takes part")
+
+
+def test_interrupted_detached_start_leaves_no_process(servers: tuple[Server, Server]) -> None:
+    first, second = servers
+    stop(first, second)
+    with start_waiting(first, "up", "--detach") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert is_stopped(first)
+
+
+def test_server_whose_data_is_missing_does_not_start_another_cluster(servers: tuple[Server, Server]) -> None:
+    first, second = servers
+    stop(first, second)
+    (first.state_dir / "etcd" / "data").rename(first.state_dir / "elsewhere")
+    failed = first.run("up", "--detach", check=False)
+    assert failed.returncode != 0
+    assert "genie store restore FILE" in failed.stdout + failed.stderr
+    (first.state_dir / "elsewhere").rename(first.state_dir / "etcd" / "data")
+
+
+def test_node_and_server_join_through_a_standby(servers: tuple[Server, Server], tmp_path: Path) -> None:
+    first, second = servers
+    leader = first.leader()
+    standby = second if leader == first.where else first
+    third = Server("s3", "127.0.0.4", tmp_path / "s3")
+    node = Server("n1", "127.0.0.5", tmp_path / "n1")
+    try:
+        third.join(standby.where, first.create_server_token(tmp_path / "s3.token"))
+        assert len(first.list_members()) == 3
+        token = write_join_token(first, tmp_path / "join.token")
+        node.run("join", standby.where, "--node-id", "n1", "--token-file", str(token), "--detach")
+        assert {"s2", "s3", "n1"} <= set(list_nodes(first))
+    finally:
+        stop(third, node)
+
+
+def test_removed_nodes_join_again_under_their_names(servers: tuple[Server, Server], tmp_path: Path) -> None:
+    first, second = servers
+    node = Server("n1", "127.0.0.5", tmp_path / "n1")
+    join = ("join", first.where, "--node-id", "n1", "--detach", "--token-file")
+    try:
+        node.run(*join, str(write_join_token(first, tmp_path / "first.token")))
+        stop(node, second)
+        second.run("up", "--no-agent", "--detach")
+        for name in ("n1", "s2"):
+            first.run("forget", name)
+        refused = node.run("join", first.where, "--detach", check=False)
+        assert "the cluster does not accept node n1" in refused.stdout + refused.stderr
+        again = node.run(*join, str(write_join_token(first, tmp_path / "second.token")))
+        assert "joined" in again.stdout
+        assert list_nodes(first)["n1"] == "healthy"
+
+        second.run("down")
+        started = second.run("up", "--detach")
+        assert "no agent was started: the cluster does not accept node s2" in started.stderr
+        assert "'genie up --rejoin'" in started.stderr
+        running = local_cluster.find_running_cluster(second.state_dir)
+        assert running is not None and set(running.pids) == {"up", "etcd", "controller"}
+        second.run("down")
+        second.run("up", "--rejoin", "--detach")
+        assert list_nodes(first)["s2"] == "healthy"
+        second.run("down")
+        second.run("up", "--detach")
+        assert list_nodes(first)["s2"] == "healthy"
+    finally:
+        stop(node)
+
+
+def write_join_token(server: Server, path: Path) -> Path:
+    path.write_text(server.run("token", "create", "--join").stdout.strip())
+    path.chmod(0o600)
+    return path
+
+
+def list_nodes(server: Server) -> dict[str, str]:
+    """Statuses by node ID."""
+    views = json.loads(server.run("nodes", "--json").stdout)["nodes"]
+    return {view["info"]["node_id"]: view["info"]["status"] for view in views}
