@@ -356,7 +356,7 @@ def test_field_that_not_all_servers_have_is_not_stored() -> None:
         new = Transaction(counters, cluster_release=Release(OWN_RELEASE.major, OWN_RELEASE.minor + 1))
         new.put(table, "a", row)
     # A row that has such a field already, from before a server was downgraded, can still be changed.
-    table._set_row("b", _Row(name="b", pods=1))
+    table.set_row("b", _Row(name="b", pods=1))
     old.put(table, "b", _Row(name="c", pods=1))
 
 

@@ -236,10 +236,10 @@ class Ledger(LedgerTables):
                     return
                 if self._dequeued_writes:
                     for table, row_id, row in built.changes:
-                        applied.append((table, row_id, table._set_row(row_id, row)))
+                        applied.append((table, row_id, table.set_row(row_id, row)))
         finally:
             for table, row_id, before in reversed(applied):
-                table._set_row(row_id, before)
+                table.set_row(row_id, before)
 
     def _try_build_write_into_batch(self, write: QueuedWrite, batch: WriteBatch) -> BuiltWrite | None:
         """Run the build and add it to the batch; None if it does not fit."""
@@ -282,15 +282,15 @@ class Ledger(LedgerTables):
             raise NotLeaderError("the write was rejected: the store has newer data", hint="try again")
         # Apply all changes first: listeners must see the final tables.
         changes = [change for built in batch.built_writes for change in built.changes]
-        befores = [table._set_row(row_id, row) for table, row_id, row in changes]
+        befores = [table.set_row(row_id, row) for table, row_id, row in changes]
         for table, row_id, operation in batch.rows_with_operations():
-            table._record_stored_row(row_id, result.revision, operation)
+            table.record_stored_row(row_id, result.revision, operation)
         self.written_bytes += batch.size_bytes
         if self.quarantined:
             for table, row_id, _ in changes:
                 self.quarantine.discard(table.prefix + row_id)
         for (table, row_id, row), before in zip(changes, befores, strict=True):
-            for listener in table._listeners:
+            for listener in table.listeners:
                 try:
                     listener(row_id, before, row)
                 except Exception as error:  # the change is durable: the other writes must not fail

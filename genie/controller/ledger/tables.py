@@ -88,7 +88,8 @@ class LedgerTable(Generic[_Row]):
     def __init__(self, prefix: str, kind: type[_Row]) -> None:
         self.prefix = prefix
         self._indexes: list[RowListener[_Row]] = []
-        self._listeners: list[RowListener[_Row]] = []
+        self.listeners: list[RowListener[_Row]] = []
+        """Called by those that change the table."""
         self._loaders: list[TableLoader[_Row]] = []
         self._decoder = msgspec.json.Decoder(kind)
         self._rows: dict[str, _Row] = {}
@@ -107,7 +108,7 @@ class LedgerTable(Generic[_Row]):
 
     def add_listener(self, listener: RowListener[_Row]) -> None:
         """Call `listener` for each changed row, in order, once it is durable."""
-        self._listeners.append(listener)
+        self.listeners.append(listener)
 
     def add_loader(self, loader: TableLoader[_Row]) -> None:
         """Call `loader` with what was read, before they replace those of the table. It may take
@@ -179,7 +180,7 @@ class LedgerTable(Generic[_Row]):
         self._row_sizes, self._unreadable_row_ids = read.row_sizes, read.unreadable_row_ids
         self._read_only_reasons = read.read_only_reasons
 
-    def _set_row(self, row_id: str, row: _Row | None) -> _Row | None:
+    def set_row(self, row_id: str, row: _Row | None) -> _Row | None:
         """Set or delete a row, update the indexes, and return the previous row. The revision stays that of
         the durable row."""
         before = self._rows.get(row_id)
@@ -191,7 +192,8 @@ class LedgerTable(Generic[_Row]):
             index(row_id, before, row)
         return before
 
-    def _record_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
+    def record_stored_row(self, row_id: str, revision: int, operation: Put | Delete) -> None:
+        """Record revision and size of a row that was stored or deleted."""
         self._unreadable_row_ids.discard(row_id)
         self._read_only_reasons.pop(row_id, None)
         if isinstance(operation, Put):
@@ -279,7 +281,7 @@ class LedgerTables:
         if event.value is None and row_id not in table and not table.is_unreadable(row_id):
             return
         self.quarantine.discard(event.key)
-        table._record_stored_row(
+        table.record_stored_row(
             row_id, event.revision, Delete(event.key) if event.value is None else Put(event.key, event.value)
         )
         if event.value is not None:
@@ -290,9 +292,9 @@ class LedgerTables:
                 if isinstance(error, StoreVersionError):
                     table._read_only_reasons[row_id] = error.message
                 self.quarantine.add(event.key, error)
-        before = table._set_row(row_id, row)
+        before = table.set_row(row_id, row)
         if row is not None or before is not None:
-            for listener in table._listeners:
+            for listener in table.listeners:
                 listener(row_id, before, row)
 
     async def _read_table(self, table: LedgerTable[_Row]) -> TableBeingLoaded[_Row]:

@@ -36,8 +36,7 @@ class Transaction:
     def put(self, table: LedgerTable[_Row], row_id: str, row: _Row) -> None:
         """Raise ReleaseSkewError for a row that a newer release wrote, and for one that would get a field
         that not all servers have."""
-        if table._read_only_reasons:
-            table.check_writable(row_id)
+        table.check_writable(row_id)
         if table.has_fields_with_since:
             self._check_fields_known_to_all_servers(table, row_id, row)
         self.staged_changes[table.prefix + row_id] = (table, row_id, row)
@@ -52,7 +51,7 @@ class Transaction:
         if staged is not None:
             row: _Row | None = staged[2]
             return row
-        return table._rows.get(row_id)
+        return table.get(row_id)
 
     def _check_fields_known_to_all_servers(self, table: LedgerTable[_Row], row_id: str, row: _Row) -> None:
         newer = fields_newer_than(self._cluster_release, row)

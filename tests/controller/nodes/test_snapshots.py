@@ -56,8 +56,8 @@ class ViewInputs:
 
     # Any: rows of every table.
     def commit(self, table: LedgerTable[Any], row_id: str, row: Any) -> None:
-        before = table._set_row(row_id, row)
-        for listener in table._listeners:
+        before = table.set_row(row_id, row)
+        for listener in table.listeners:
             listener(row_id, before, row)
 
     def register(self, node_id: str) -> None:

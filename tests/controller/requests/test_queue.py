@@ -97,8 +97,8 @@ class QueueSetup:
         return job
 
     def put(self, job: Job) -> None:
-        before = self.ledger.jobs._set_row(job.job_id, job)
-        for listener in self.ledger.jobs._listeners:
+        before = self.ledger.jobs.set_row(job.job_id, job)
+        for listener in self.ledger.jobs.listeners:
             listener(job.job_id, before, job)
 
     def decide(self) -> None:

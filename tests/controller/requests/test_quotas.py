@@ -149,7 +149,7 @@ def make_quota_table(*rows: QuotaRecord, holds: dict[str, NodeHolds] | None = No
 
 # Any: rows of every table.
 def _set_row(into: LedgerTable[Any], row_id: str, row: Any) -> None:
-    into._set_row(row_id, row)
+    into.set_row(row_id, row)
 
 
 def test_rules_contain_set_quotas_and_every_weight() -> None:
