@@ -1,4 +1,5 @@
-"""`python -m genie.agent`: joins a cluster with --join, then runs the agent until SIGTERM.
+"""`python -m genie.agent`: joins a cluster with --join, then runs the agent until SIGTERM, which ends its jobs,
+or until KEEP_JOBS_SIGNAL, which does not.
 
 Users run `genie join` or `genie up`, which start this process. Prefer --token-file or GENIE_TOKEN to --token:
 every user of the machine can read the arguments of a process.
@@ -14,9 +15,11 @@ import random
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from genie import config, hardware
+from genie.agent.adoption import KEEP_JOBS_SIGNAL
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
@@ -111,6 +114,7 @@ async def _run_agent_until_stopped(settings: Settings, node_dir: Path, access: A
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
+        loop.add_signal_handler(KEEP_JOBS_SIGNAL, partial(agent.stop, keep_jobs=True))
         await _run_agent_and_compile_executor(agent, compile_ahead=settings.agent.compile_ahead)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from genie.processes.process_identity import ProcessIdentity
 
 _log = logging.getLogger(__name__)
 
+KEEP_JOBS_SIGNAL = signal.SIGUSR1
+"""An agent that receives it ends, and its jobs go on; a supervisor passes it on."""
 GREETING_TIMEOUT_S = 10.0
 """For the greetings of all shims; one that is stopped, or that hangs, is killed with its job."""
 _BACKLOG = 8

@@ -135,6 +135,7 @@ class Agent:
         )
         self._heartbeat_due_event = asyncio.Event()
         self._stop_requested = asyncio.Event()
+        self._keeps_jobs = False
         self._task_group: asyncio.TaskGroup | None = None
         self._is_job_file_cleanup_due = True
         advertised = config.host or listen_host
@@ -179,8 +180,11 @@ class Agent:
         """The node as of the last inventory."""
         return self._node_info
 
-    def stop(self) -> None:
-        """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return."""
+    def stop(self, *, keep_jobs: bool = False) -> None:
+        """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return. With
+        `keep_jobs`, the jobs go on, and the next agent of the node adopts them. Only the first call counts."""
+        if not self._stop_requested.is_set():
+            self._keeps_jobs = keep_jobs
         self._stop_requested.set()
 
     async def run(self) -> None:
@@ -526,6 +530,13 @@ class Agent:
     async def _shut_down_when_requested(self) -> None:
         await self._stop_requested.wait()
         self._jobs.stop_accepting_launches("the agent is stopping")
+        if self._keeps_jobs:
+            # The next agent reports those that have not started by then.
+            await self._wait_for_condition(
+                lambda: all(job.has_started for job in self._jobs.live_jobs.values()),
+                SHUTDOWN_TIMEOUT_AFTER_GRACE_S,
+            )
+            raise _AgentStoppedError
         self._jobs.kill_all_jobs("ended by Genie: the agent was stopped")
         await self._wait_for_condition(
             lambda: not self._jobs.live_jobs, self._config.stop_grace_s + SHUTDOWN_TIMEOUT_AFTER_GRACE_S

@@ -304,6 +304,8 @@ class Shim:
                 return
             connection.setblocking(False)
             if self._control_fd >= 0:
+                self._read_control_lines()  # what the earlier agent sent before it ended
+            if self._control_fd >= 0:
                 os.close(self._control_fd)
             self._control_fd, self._partial_control_line = connection.detach(), b""
             try:

@@ -127,24 +127,6 @@ async def test_exit_record_survives_a_killed_agent(
         await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="it is settled")
 
 
-async def test_leftover_processes_are_ended_before_registration(
-    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
-) -> None:
-    controller.ttl_s = 60.0
-    async with start_agent_process() as agent:
-        await controller.launch("j1", *STAY)
-        job = await wait_for_job_process(node_dir, "j1")
-        agent.send_signal(signal.SIGKILL)
-        await agent.wait()
-    assert job.is_alive
-    before = len(controller.registers)
-    async with start_agent_process():
-        await until(lambda: len(controller.registers) > before, what="the next agent registers")
-        assert not job.is_alive
-        assert controller.registers[-1].node.incarnation == 2
-        assert controller.registers[-1].exits == ()  # its end was not observed: the controller marks it lost
-
-
 async def test_job_survives_a_controller_restart(
     tmp_path: Path, controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:

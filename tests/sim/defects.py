@@ -55,6 +55,7 @@ from genie.runtime.rpc import Peer
 from genie.sim.disk import SimDisk
 from genie.sim.processes import SimLauncher, make_exit_report
 from genie.tenancy import access
+from tests.sim.adoption_defects import ADOPTION_DEFECTS
 from tests.sim.defect import Defect
 from tests.sim.failover_defects import FAILOVER_DEFECTS
 from tests.sim.run import temporary_directory
@@ -499,6 +500,7 @@ DEFECTS = {
         _plant_exits_of_lingering_jobs, "hostile", ("run_unkillable_job",), (0,), "overallocated"
     ),
     "strict replies": Defect(_plant_strict_replies, "skew", ("upgrade_controller",), (0, 5), "unknown field"),
+    **ADOPTION_DEFECTS,
     **FAILOVER_DEFECTS,
 }
 

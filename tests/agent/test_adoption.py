@@ -1,0 +1,454 @@
+"""The next agent of a node adopts running jobs: real shims, and agents that are killed with SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from genie.agent import adoption, preparation, shim
+from genie.agent.journal import START_ATTEMPT_FILE, JobRecord, Journal
+from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.agent.logs import read_log_chunk
+from genie.errors import NodeUnfitError, WorkersMissingError
+from genie.model.job import JobKind
+from genie.model.messages import ConfirmLaunch, ExitReport, JobOrder
+from genie.processes import process_table
+from tests.agent.conftest import STAY, WRITE_PID, RunAgent, StartAgent, wait_for_job_process
+from tests.fakes.controller import FakeController
+from tests.waiting import until
+
+WAIT_FOR_GO = "while [ ! -e go ]; do sleep 0.02; done"
+LONG_S = 60.0
+
+MakeAdoptablePlan = Callable[..., LaunchPlan]
+MakeLauncher = Callable[[], ShimLauncher]
+
+
+@pytest.fixture(autouse=True)
+def _reap_abandoned_shims(tmp_path: Path) -> Iterator[None]:
+    """Reaps shims that an earlier agent in this process has abandoned; init does that for a killed one."""
+    yield
+    for path in tmp_path.rglob("started.json"):
+        pid, _ = json.loads(path.read_text())["shim"]
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def make_adoptable_plan(make_plan: Callable[..., LaunchPlan], tmp_path: Path) -> MakeAdoptablePlan:
+    def make(*argv: str, **changes: object) -> LaunchPlan:
+        record = JobRecord(job_id="job-1", epoch=7, incarnation=1, accepted_at=1.0, gpu_ids=(1,), tenant="t")
+        changes = {"record": record, "socket_path": tmp_path / "shims" / "job-1.7", **changes}
+        return make_plan(*argv, **changes)
+
+    return make
+
+
+@pytest.fixture
+async def make_launcher() -> AsyncIterator[MakeLauncher]:
+    """Makes launchers, as of successive agents of a node; the last one kills the job at the end."""
+    made: list[ShimLauncher] = []
+
+    def make() -> ShimLauncher:
+        made.append(ShimLauncher())
+        return made[-1]
+
+    yield make
+    last = made[-1]
+    last.kill_job("job-1", reason="the test is over", grace_s=0.1)
+    await until(lambda: not last.running_jobs_and_kill_errors(), what="the job ends")
+    for each in made:
+        each.close()
+
+
+def adopt_all(launcher: ShimLauncher, directory: Path) -> list[adoption.AdoptedJob]:
+    adopted, _ = launcher.adopt_jobs_and_kill_leftovers(directory / "jobs", may_adopt=lambda record: True)
+    return adopted
+
+
+async def wait_for_exit(launcher: ShimLauncher) -> ExitReport:
+    ends: list[ExitReport] = []
+    await until(lambda: ends.extend(launcher.take_exit_reports()) or ends, what="an end")
+    return ends[0]
+
+
+# --- shims --------------------------------------------------------------------------------------
+
+
+async def test_adopted_job_continues_and_its_exit_and_log_are_complete(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    plan = make_adoptable_plan("/bin/sh", "-c", f"echo before; {WAIT_FOR_GO}; echo after; exit 5")
+    first, second = make_launcher(), make_launcher()
+    started_after_s = time.monotonic()
+    await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    first.close()
+    (job,) = adopt_all(second, tmp_path)
+    assert (job.record, job.kill_reason) == (plan.record, "")
+    assert started_after_s < job.started_s < time.monotonic()
+    assert job.deadman_expiry_s == pytest.approx(started_after_s + LONG_S, abs=LONG_S / 2)
+    assert second.running_jobs_and_kill_errors() == {"job-1": ""}
+    (plan.work_dir / "go").touch()
+    report = await wait_for_exit(second)
+    assert (report.epoch, report.exit_code, report.reason) == (7, 5, "exit code 5")
+    log = read_log_chunk(plan.directory, offset=0, bytes_max=100, is_live=False).data
+    assert log == b"before\nafter\n"
+    assert list((tmp_path / "shims").iterdir()) == []
+
+
+async def test_adopted_job_can_be_killed(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    plan = make_adoptable_plan(*STAY, has_deadman_timer=False)
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(plan, deadman_expiry_s=0.0)
+    first.close()
+    (job,) = adopt_all(second, tmp_path)
+    assert job.deadman_expiry_s is None
+    second.kill_job("job-1", reason="cancelled by its owner")
+    assert (await wait_for_exit(second)).reason == "cancelled by its owner"
+
+
+async def test_agent_extends_the_dead_man_timer_of_an_adopted_job(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    plan = make_adoptable_plan("/bin/sh", "-c", f"{WAIT_FOR_GO}; exit 5")
+    first, second = make_launcher(), make_launcher()
+    expiry_s = time.monotonic() + 2.0
+    await first.start_job(plan, deadman_expiry_s=expiry_s)
+    first.close()
+    adopt_all(second, tmp_path)
+    second.extend_deadman_timers(time.monotonic() + LONG_S)
+    await until(lambda: time.monotonic() > expiry_s + plan.deadman_grace_s, what="the first expiry")
+    (plan.work_dir / "go").touch()
+    assert (await wait_for_exit(second)).exit_code == 5
+
+
+async def test_kill_that_has_begun_continues_and_can_be_shortened(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    plan = make_adoptable_plan("/bin/sh", "-c", f"trap '' TERM; {WRITE_PID}; {WAIT_FOR_GO}")
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    await until((plan.work_dir / "pid").exists, what="the job ignores SIGTERM")
+    first.kill_job("job-1", reason="makes room", grace_s=LONG_S)
+    first.close()
+    (job,) = adopt_all(second, tmp_path)
+    assert job.kill_reason == "makes room"
+    second.kill_job("job-1", reason="cancelled", grace_s=0.1)
+    assert (await wait_for_exit(second)).reason == "makes room"
+
+
+async def test_later_agent_replaces_the_connection_of_an_earlier_one(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    first, second, third = make_launcher(), make_launcher(), make_launcher()
+    plan = make_adoptable_plan("/bin/sh", "-c", f"{WAIT_FOR_GO}; exit 5")
+    await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    first.close()
+    for launcher in (second, third):
+        assert len(adopt_all(launcher, tmp_path)) == 1
+        if launcher is second:
+            second.close()
+    (plan.work_dir / "go").touch()
+    assert (await wait_for_exit(third)).exit_code == 5
+
+
+async def test_job_that_may_not_be_adopted_is_killed(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(make_adoptable_plan(*STAY), deadman_expiry_s=time.monotonic() + LONG_S)
+    worker = await wait_for_job_process(tmp_path, "job-1")
+    first.close()
+    adopted, count = second.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    assert (adopted, second.running_jobs_and_kill_errors()) == ([], {})
+    assert count >= 2, "shim and job"
+    assert not worker.is_alive
+
+
+@pytest.mark.parametrize(
+    ("version", "oldest_version", "is_adopted"), [(2, 2, False), (2, 1, True), (0, 0, False)]
+)
+async def test_job_is_adopted_if_its_shim_and_the_agent_have_a_common_version(
+    version: int,
+    oldest_version: int,
+    is_adopted: bool,
+    make_launcher: MakeLauncher,
+    make_adoptable_plan: MakeAdoptablePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(make_adoptable_plan(*STAY), deadman_expiry_s=time.monotonic() + LONG_S)
+    worker = await wait_for_job_process(tmp_path, "job-1")
+    first.close()
+    monkeypatch.setattr(shim, "CONTROL_VERSION", version)
+    monkeypatch.setattr(shim, "CONTROL_VERSION_OLDEST", oldest_version)
+    assert bool(adopt_all(second, tmp_path)) == worker.is_alive == is_adopted
+    if not is_adopted:
+        assert "job-1.7: it speaks versions 1 to 1 of the control connection" in caplog.text
+
+
+async def test_shim_that_does_not_respond_is_killed_with_its_job(
+    make_launcher: MakeLauncher,
+    make_adoptable_plan: MakeAdoptablePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(make_adoptable_plan(*STAY), deadman_expiry_s=time.monotonic() + LONG_S)
+    worker = await wait_for_job_process(tmp_path, "job-1")
+    first.close()
+    record = json.loads((tmp_path / "jobs" / "job-1" / "started.json").read_text())
+    assert process_table.send_signal(*record["shim"], signal.SIGSTOP)
+    monkeypatch.setattr(adoption.connect_to_shims, "__kwdefaults__", {"timeout_s": 0.2})
+    assert adopt_all(second, tmp_path) == []
+    assert not worker.is_alive
+    assert "could not adopt the job of the shim at job-1.7: it does not respond" in caplog.text
+
+
+async def test_job_that_ended_without_an_agent_has_an_exit_record_and_no_socket(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    plan = make_adoptable_plan("/bin/sh", "-c", f"{WAIT_FOR_GO}; exit 5")
+    await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    first.close()
+    (plan.work_dir / "go").touch()
+    await until((plan.directory / "exit.json").exists, what="the exit record")
+    await until(lambda: not adopt_all(second, tmp_path), what="the shim has ended")
+    assert list((tmp_path / "shims").iterdir()) == []
+
+
+async def test_socket_path_may_be_longer_than_a_socket_address(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    state_dir = tmp_path / ("long" * 40)
+    record = JobRecord(job_id="job-1", epoch=7, incarnation=1, accepted_at=1.0)
+    name = Journal(state_dir).shim_socket_path("j" * 63, (1 << 63) - 1).name
+    plan = make_adoptable_plan(*STAY, record=record, socket_path=state_dir / "shims" / name)
+    await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    first.close()
+    (connection,) = adoption.connect_to_shims(state_dir / "shims")
+    connection.control_socket.close()
+    second.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+
+
+def test_shim_accepts_the_configuration_of_an_agent_that_cannot_adopt_jobs(tmp_path: Path) -> None:
+    """An agent may still run when the files of the next release are installed."""
+    (tmp_path / "log").mkdir()
+    config = {
+        "job_id": "job-1",
+        "epoch": 7,
+        "argv": ["/bin/sh", "-c", "exit 5"],
+        "cwd": str(tmp_path),
+        "env": {},
+        "log_dir": str(tmp_path / "log"),
+        "log_bytes_max": 4096,
+        "log_files_max": 1,
+        "until_s": None,
+        "grace_s": 0.1,
+        "deadman_grace_s": 0.1,
+        "exit_path": str(tmp_path / "exit.json"),
+        "started_path": str(tmp_path / "started.json"),
+        "control_fd": 0,
+        "group": "",
+    }
+    (tmp_path / "shim.json").write_text(json.dumps(config))
+    command = [sys.executable, "-I", "-S", shim.__file__, str(tmp_path / "shim.json")]
+    subprocess.run(command, stdin=subprocess.PIPE, timeout=60, check=True)
+    assert json.loads((tmp_path / "exit.json").read_text())["exit_code"] == 5
+
+
+# --- agents -------------------------------------------------------------------------------------
+
+
+async def kill_and_wait(agent: object) -> None:
+    agent.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
+    await agent.wait()  # type: ignore[attr-defined]
+
+
+async def test_job_continues_when_its_agent_is_killed_and_restarted(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    script = f"echo before; {WRITE_PID}; {WAIT_FOR_GO}; echo after; exit 6"
+    async with start_agent_process() as agent:
+        await controller.launch("j1", "/bin/sh", "-c", script, gpu_ids=(0,))
+        job = await wait_for_job_process(node_dir, "j1")
+        await kill_and_wait(agent)
+    before = len(controller.registers)
+    async with start_agent_process():
+        await until(lambda: len(controller.registers) > before, what="the next agent registers")
+        register = controller.registers[-1]
+        assert (register.node.incarnation, register.exits) == (2, ())
+        assert [(one.job_id, one.epoch) for one in register.running] == [("j1", 1)]
+        assert register.running[0].elapsed_s > 0
+        with pytest.raises(NodeUnfitError, match="not ended on accelerator 0 yet"):
+            await controller.launch("j2", "true", gpu_ids=(0,))
+        assert [one.job_id for one in controller.heartbeats[-1].running] == ["j1"]
+        assert job.is_alive
+        (node_dir / "jobs" / "j1" / "work" / "go").touch()
+        assert (await controller.end_of("j1")).exit_code == 6
+        assert await controller.whole_log("j1") == "before\nafter\n"
+
+
+async def test_adopted_jobs_obey_kills_of_the_leader(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    async with start_agent_process() as agent:
+        launches = [await controller.launch(job_id, *STAY) for job_id in ("j1", "j2")]
+        jobs = [await wait_for_job_process(node_dir, job_id) for job_id in ("j1", "j2")]
+        await kill_and_wait(agent)
+    controller.kill = [JobOrder(job_id="j2", epoch=launches[1].placement.epoch, reason="not in the ledger")]
+    async with start_agent_process():
+        assert "not in the ledger" in (await controller.end_of("j2")).reason
+        assert jobs[0].is_alive
+        await controller.order_kill(launches[0], reason="cancelled by its owner")
+        assert "cancelled" in (await controller.end_of("j1")).reason
+    assert not any(job.is_alive for job in jobs)
+
+
+async def test_restartable_job_ends_if_the_restarted_agent_finds_no_leader(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    """A restart does not extend the lease: the job may run elsewhere by then."""
+    controller.ttl_s = 6.0
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY)
+        await controller.launch("j2", *STAY, has_deadman_timer=False)
+        job, other = [await wait_for_job_process(node_dir, job_id) for job_id in ("j1", "j2")]
+        controller.silent = True
+        await kill_and_wait(agent)
+    async with start_agent_process():
+        await until(lambda: not job.is_alive, what="the restartable job ends")
+        assert other.is_alive
+        controller.silent = False
+        assert "lost contact" in (await controller.end_of("j1")).reason
+        await until(lambda: [one.job_id for one in controller.heartbeats[-1].running] == ["j2"])
+
+
+async def test_restartable_job_survives_a_restart_within_its_dead_man_time(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    controller.ttl_s = 10.0
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY)
+        job = await wait_for_job_process(node_dir, "j1")
+        await kill_and_wait(agent)
+    killed_s = time.monotonic()
+    async with start_agent_process():
+        await until(lambda: time.monotonic() > killed_s + controller.ttl_s, timeout_s=30)
+        assert job.is_alive
+
+
+async def test_launch_that_was_not_started_before_the_restart_is_reported(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    controller.refusals[ConfirmLaunch] = WorkersMissingError("worker 1 is missing")
+    async with start_agent_process() as agent:
+        launch = await controller.launch("j1", *STAY)
+        await until(lambda: controller.count(ConfirmLaunch) > 0, what="a confirmation")
+        await kill_and_wait(agent)
+    async with start_agent_process():
+        report = await controller.end_of("j1")
+    assert (report.epoch, report.started, report.is_caused_by_node) == (launch.placement.epoch, False, True)
+    assert report.reason == "not started: the agent was restarted before"
+
+
+async def test_launch_is_not_reported_as_not_started_if_that_is_unknown(
+    controller: FakeController, node_dir: Path, run_agent: RunAgent
+) -> None:
+    """A start was attempted, or the machine was restarted since: files that were not synced may be lost."""
+    records = {
+        name: JobRecord(job_id=name, epoch=1, incarnation=1, accepted_at=1.0, boot_id=boot_id)
+        for name, boot_id in (
+            ("attempted", process_table.boot_id()),
+            ("earlier-boot", "another"),
+            ("unknown-boot", ""),
+        )
+    }
+    for name, record in records.items():
+        (node_dir / "jobs" / name).mkdir(parents=True)
+        (node_dir / "jobs" / name / "job.json").write_bytes(msgspec.json.encode(record))
+    (node_dir / "jobs" / "attempted" / START_ATTEMPT_FILE).touch()
+    async with run_agent():
+        await controller.peer()
+        assert controller.registers[-1].exits == ()
+
+
+async def test_earlier_epoch_of_a_job_is_not_adopted(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY)
+        job = await wait_for_job_process(node_dir, "j1")
+        await kill_and_wait(agent)
+    path = node_dir / "jobs" / "j1" / "job.json"
+    record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, epoch=2)))
+    before = len(controller.registers)
+    async with start_agent_process() as agent:
+        await until(lambda: len(controller.registers) > before, what="the next agent registers")
+        assert not job.is_alive
+        assert controller.registers[-1].running == ()
+        assert "ending job j1, epoch 1: this is not its last launch" in agent.output.read_text()
+
+
+EXECUTOR = """
+import json, os, sys, time
+path = json.load(open(sys.argv[1]))["endpoint_path"]
+open(path + ".new", "w").write('{"port": 4242}')
+os.rename(path + ".new", path)
+time.sleep(300)
+"""
+
+
+async def test_session_is_adopted_with_its_endpoint(
+    controller: FakeController, node_dir: Path, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = preparation.prepare_executor
+
+    async def prepare(*args: object, **given: object) -> tuple[str, ...]:
+        *_, path = await real(*args, **given)  # type: ignore[arg-type]
+        return (sys.executable, "-c", EXECUTOR, path)
+
+    monkeypatch.setattr(preparation, "prepare_executor", prepare)
+    async with run_agent() as agent:
+        await controller.launch("s1", kind=JobKind.SESSION, ticket_sha256="ab" * 32, has_deadman_timer=False)
+        await until(lambda: controller.ready, what="ExecutorReady")
+        agent.stop(keep_jobs=True)
+    async with run_agent():
+        await until(lambda: len(controller.ready) == 2, what="ExecutorReady of the next agent")
+        assert controller.ready[0] == controller.ready[1]
+        await controller.peer()
+        assert controller.heartbeats[-1].running[0].endpoint == controller.ready[0].endpoint
+
+
+async def test_stopped_agent_can_keep_its_jobs(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY)
+        job = await wait_for_job_process(node_dir, "j1")
+        agent.send_signal(signal.SIGUSR1)
+        assert await agent.wait() == 0
+    assert job.is_alive
+    async with start_agent_process() as agent:
+        await until(lambda: controller.registers[-1].running, what="the next agent has adopted it")
+        agent.send_signal(signal.SIGTERM)
+        assert await agent.wait() == 0
+    assert not job.is_alive
