@@ -218,7 +218,7 @@ class Agent:
                 ):
                     group.create_task(work)
                 for job in self._jobs.live_jobs.values():
-                    group.create_task(self._jobs.serve_adopted_job(job))
+                    group.create_task(self._jobs.continue_job_of_earlier_agent(job))
         except* _AgentStoppedError:
             pass
         except* GenieError as errors:
@@ -434,7 +434,7 @@ class Agent:
         while True:
             await self._clock.sleep(self._heartbeat_interval_s())
             self._heartbeat_due_event.set()
-            if self._jobs.live_jobs and not self._lease.is_valid(self._clock.monotonic_s()):
+            if self._jobs.live_jobs and self._lease.has_expired(self._clock.monotonic_s()):
                 self._jobs.kill_jobs_that_end_with_lease()
 
     async def _free_disk_space_periodically(self) -> None:
@@ -531,7 +531,7 @@ class Agent:
         await self._stop_requested.wait()
         self._jobs.stop_accepting_launches("the agent is stopping")
         if self._keeps_jobs:
-            # The next agent reports those that have not started by then.
+            # The next agent starts those that have not started by then.
             await self._wait_for_condition(
                 lambda: all(job.has_started for job in self._jobs.live_jobs.values()),
                 SHUTDOWN_TIMEOUT_AFTER_GRACE_S,

@@ -50,6 +50,10 @@ class NodeLease:
     def is_valid(self, now_s: float) -> bool:
         return now_s < self.expires_at_s
 
+    def has_expired(self, now_s: float) -> bool:
+        """False before it begins: then no job has been started under it."""
+        return float("-inf") < self.expires_at_s <= now_s
+
     def grace_after_lease_expiry_s(self, configured_s: float) -> float:
         """The grace period after the lease has expired, capped so that jobs end within the time to live."""
         return min(configured_s, DEADMAN_GRACE_TTL_SHARE_MAX * self.ttl_s)

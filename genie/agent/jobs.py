@@ -55,6 +55,7 @@ EXECUTOR_START_TIMEOUT_IF_STATUS_REPORTED_S = 1200.0
 """For an executor that reports a status: it may be compiling its library."""
 EXECUTOR_STATUS_READ_TIMEOUT_S = 1.0
 LEADER_CALL_BACKOFF_S_MIN, LEADER_CALL_BACKOFF_S_MAX = 0.2, 2.0
+LEASE_POLL_INTERVAL_S = 0.1
 CONFIRM_WAIT_FOR_WORKERS_S = 3.0
 """How long a confirmation waits at the controller for the other workers of the job; then it is repeated."""
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
@@ -62,7 +63,6 @@ WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX = 8
 """The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
 CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
-NOT_STARTED_BEFORE_RESTART_REASON = "not started: the agent was restarted before"
 
 
 class CallLeaderOnce(Protocol):
@@ -154,6 +154,8 @@ class NodeJobs:
         self._request_heartbeat = request_heartbeat
         self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
+        self._interrupted_launches: dict[str, Launch] = {}
+        """Launches that an earlier agent accepted and did not start, by job."""
         self._launch_rejection_reason = ""
         """Why launches are rejected; empty while they are accepted."""
         self._no_heartbeat_in_flight = asyncio.Event()
@@ -190,8 +192,8 @@ class NodeJobs:
         return accepted is None or accepted.epoch == record.epoch
 
     def load_journal(self) -> None:
-        """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it did
-        not start, and jobs that cannot be killed. Blocks."""
+        """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it has
+        not started, and jobs that cannot be killed. Blocks."""
         self.unsettled_exits = {
             job_id: report
             for job_id, report in self._journal.unsettled_exits().items()
@@ -203,24 +205,22 @@ class NodeJobs:
             for job_id in running
             if job_id not in self.live_jobs
         }
-        for record in self._journal.launches_without_start_attempt(boot_id=self._launch_context.boot_id):
-            if record.job_id not in running:
-                self.unsettled_exits[record.job_id] = self._make_report_of_unstarted_launch(record)
+        for record, launch in self._journal.take_launches_without_start(
+            boot_id=self._launch_context.boot_id
+        ):
+            job_id = record.job_id
+            if job_id not in running:
+                self.live_jobs[job_id] = LocalJob(record, self._journal.job_dir(job_id))
+                self._interrupted_launches[job_id] = launch
 
-    def _make_report_of_unstarted_launch(self, record: JobRecord) -> ExitReport:
-        return ExitReport(
-            job_id=record.job_id,
-            epoch=record.epoch,
-            exit_code=None,
-            reason=NOT_STARTED_BEFORE_RESTART_REASON,
-            ended_at=self._clock.wall_s(),
-            started=False,
-            is_caused_by_node=True,
-        )
-
-    async def serve_adopted_job(self, job: LocalJob) -> None:
-        """Continues what the earlier agent did for this job besides waiting for its end. Never raises."""
-        if job.is_session:
+    async def continue_job_of_earlier_agent(self, job: LocalJob) -> None:
+        """Starts a job whose launch was interrupted, and reports the endpoint of a session. Never raises."""
+        launch = self._interrupted_launches.pop(job.job_id, None)
+        if launch is not None:
+            while not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
+                await self._clock.sleep(LEASE_POLL_INTERVAL_S)
+            await self.prepare_and_start_job(job, launch, was_interrupted=True)
+        elif job.is_session:
             await self._report_executor_endpoint(job)
 
     def running_jobs(self) -> tuple[RunningJob, ...]:
@@ -306,7 +306,7 @@ class NodeJobs:
         # Listed before it is recorded: meanwhile its accelerators are in use.
         job = self.live_jobs[launch.job_id] = LocalJob(record, self._journal.job_dir(launch.job_id))
         try:
-            await self._journal_writes.run_work(partial(self._journal.record_launch, record))
+            await self._journal_writes.run_work(partial(self._write_launch_to_journal, record, launch))
         except BaseException as error:
             del self.live_jobs[launch.job_id]
             if earlier is not None:
@@ -315,6 +315,10 @@ class NodeJobs:
                 raise NodeUnfitError(f"the launch of {launch.job_id} is rejected: {error}") from error
             raise
         return job
+
+    def _write_launch_to_journal(self, record: JobRecord, launch: Launch) -> None:
+        self._journal.record_launch(record)
+        self._journal.store_launch(launch)
 
     def _check_launch_acceptable(self, launch: Launch) -> None:
         launch_text, place = f"the launch of {launch.job_id}", launch.placement
@@ -395,13 +399,22 @@ class NodeJobs:
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def prepare_and_start_job(self, job: LocalJob, launch: Launch) -> None:
+    async def prepare_and_start_job(
+        self, job: LocalJob, launch: Launch, *, was_interrupted: bool = False
+    ) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
         job_id = job.job_id
         try:
             async with self._preparation_slots:
+                if was_interrupted:
+                    await self._launch_context.offload(
+                        partial(self._journal.remove_prepared_files, job_id), writes=True
+                    )
                 plan = await self._prepare_launch(job, launch)
             await self._confirm_launch(job)
+            await self._launch_context.offload(
+                partial(self._journal.discard_launch, job_id, job.epoch), writes=True
+            )
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
@@ -485,7 +498,7 @@ class NodeJobs:
         confirmation = ConfirmLaunch(
             job_id=job.job_id,
             epoch=job.epoch,
-            incarnation=self._journal.incarnation,
+            incarnation=job.record.incarnation,
             wait_s=CONFIRM_WAIT_FOR_WORKERS_S,
         )
         # If the reply was lost, a job without a dead-man timer counts as running until the node returns. So
@@ -613,6 +626,7 @@ class NodeJobs:
         self._request_heartbeat()
 
     def _write_exit_to_journal(self, report: ExitReport) -> None:
+        self._journal.discard_launch(report.job_id, report.epoch)
         preparation.remove_executor_secrets(self._journal.job_dir(report.job_id))
         self._journal.discard_temporary_files(report.job_id)
         if self._journal.read_exit_report(report.job_id) is None:

@@ -31,7 +31,6 @@ from genie.agent.adoption import AdoptedJob, ShimConnection
 from genie.agent.journal import (
     AGENT_LOCK_FILE,
     SHIM_SOCKETS_DIR,
-    START_ATTEMPT_FILE,
     JobRecord,
     parse_exit_record,
 )
@@ -329,7 +328,6 @@ class ShimLauncher:
             cgroups.create(group)
         ours, theirs = socket.socketpair()
         try:
-            (plan.directory / START_ATTEMPT_FILE).touch(mode=0o600)
             with theirs, contextlib.ExitStack() as stack:
                 listen_fd = -1
                 if plan.socket_path is not None:

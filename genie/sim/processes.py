@@ -18,7 +18,7 @@ import msgspec
 
 from genie.agent.adoption import AdoptedJob
 from genie.agent.jobs import CONTACT_LOST_REASON
-from genie.agent.journal import START_ATTEMPT_FILE, JobRecord
+from genie.agent.journal import JobRecord
 from genie.agent.launcher import LaunchPlan
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_worker_name
@@ -243,7 +243,6 @@ class SimLauncher:
         if self.is_agent_dead:
             return
         assert plan.record is not None
-        (plan.directory / START_ATTEMPT_FILE).touch()
         seconds = float(plan.env.get(DURATION_ENV_VARIABLE, "1"))
         gpus = plan.env.get("GENIE_JOB_GPUS", "")
         process = SimProcess(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import msgspec
 import pytest
 
 from genie.agent import adoption, preparation, shim
-from genie.agent.journal import START_ATTEMPT_FILE, JobRecord, Journal
+from genie.agent.journal import JobRecord, Journal
 from genie.agent.launcher import LaunchPlan, ShimLauncher
 from genie.agent.logs import read_log_chunk
 from genie.errors import NodeUnfitError, WorkersMissingError
@@ -277,6 +279,15 @@ def test_shim_accepts_the_configuration_of_an_agent_that_cannot_adopt_jobs(tmp_p
 # --- agents -------------------------------------------------------------------------------------
 
 
+def make_archive(name: str, data: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:") as archive:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
 async def kill_and_wait(agent: object) -> None:
     agent.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     await agent.wait()  # type: ignore[attr-defined]
@@ -355,39 +366,51 @@ async def test_restartable_job_survives_a_restart_within_its_dead_man_time(
         assert job.is_alive
 
 
-async def test_launch_that_was_not_started_before_the_restart_is_reported(
+async def test_interrupted_launch_is_prepared_again_and_started(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:
     controller.refusals[ConfirmLaunch] = WorkersMissingError("worker 1 is missing")
+    workdir = controller.keep_blob(make_archive("file", b"contents"))
     async with start_agent_process() as agent:
-        launch = await controller.launch("j1", *STAY)
+        await controller.launch("j1", "cat", "file", workdir=workdir)
         await until(lambda: controller.count(ConfirmLaunch) > 0, what="a confirmation")
         await kill_and_wait(agent)
+    controller.refusals.clear()
     async with start_agent_process():
-        report = await controller.end_of("j1")
-    assert (report.epoch, report.started, report.is_caused_by_node) == (launch.placement.epoch, False, True)
-    assert report.reason == "not started: the agent was restarted before"
+        assert (await controller.end_of("j1")).exit_code == 0
+        assert await controller.whole_log("j1") == "contents"
+        assert [(one.job_id, one.epoch) for one in controller.registers[-1].running] == [("j1", 1)]
+        assert [one.incarnation for one in controller.confirms] == [1], "that of the launch"
+        await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="it is settled")
+        assert list((node_dir / "launches").iterdir()) == []
 
 
-async def test_launch_is_not_reported_as_not_started_if_that_is_unknown(
-    controller: FakeController, node_dir: Path, run_agent: RunAgent
+@pytest.mark.parametrize("case", ["started", "another boot", "ended", "earlier epoch"])
+async def test_launch_is_not_repeated_if_the_job_may_have_run(
+    case: str, controller: FakeController, node_dir: Path, run_agent: RunAgent
 ) -> None:
-    """A start was attempted, or the machine was restarted since: files that were not synced may be lost."""
-    records = {
-        name: JobRecord(job_id=name, epoch=1, incarnation=1, accepted_at=1.0, boot_id=boot_id)
-        for name, boot_id in (
-            ("attempted", process_table.boot_id()),
-            ("earlier-boot", "another"),
-            ("unknown-boot", ""),
-        )
-    }
-    for name, record in records.items():
-        (node_dir / "jobs" / name).mkdir(parents=True)
-        (node_dir / "jobs" / name / "job.json").write_bytes(msgspec.json.encode(record))
-    (node_dir / "jobs" / "attempted" / START_ATTEMPT_FILE).touch()
+    boot_id = "another" if case == "another boot" else process_table.boot_id()
     async with run_agent():
         await controller.peer()
-        assert controller.registers[-1].exits == ()
+        launch = controller.launch_of("j1", "true", epoch=3)
+    journal = Journal(node_dir)
+    journal.open()
+    record = JobRecord(
+        job_id="j1", epoch=4 if case == "earlier epoch" else 3, incarnation=1, accepted_at=1.0, boot_id=boot_id
+    )
+    journal.record_launch(record)
+    journal.store_launch(launch)
+    if case == "started":
+        journal.discard_launch("j1", 3)
+    if case == "ended":
+        report = ExitReport(job_id="j1", epoch=3, exit_code=0, reason="exit code 0", ended_at=1.0)
+        journal.write_exit_record(report)
+    journal.close()
+    async with run_agent():
+        await controller.peer()
+        assert controller.registers[-1].running == ()
+        assert controller.confirms == []
+    assert list((node_dir / "launches").iterdir()) == []
 
 
 async def test_earlier_epoch_of_a_job_is_not_adopted(

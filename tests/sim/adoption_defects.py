@@ -76,8 +76,8 @@ def _plant_dead_man_timers_extended_by_a_restart(patch: pytest.MonkeyPatch) -> N
 
 
 def _plant_launches_that_a_restart_forgets(patch: pytest.MonkeyPatch) -> None:
-    """A restarted agent does not report confirmed launches that the earlier one has not started."""
-    patch.setattr(Journal, "launches_without_start_attempt", lambda self, *, boot_id: [])
+    """A restarted agent does not start what the leader has confirmed to the earlier one."""
+    patch.setattr(Journal, "take_launches_without_start", lambda self, *, boot_id: [])
 
 
 ADOPTION_DEFECTS = {
@@ -101,6 +101,6 @@ ADOPTION_DEFECTS = {
         "of another epoch",
     ),
     "launches that a restart forgets": Defect(
-        _plant_launches_that_a_restart_forgets, "skew", ("upgrade_node",), (0, 1), "without a fault"
+        _plant_launches_that_a_restart_forgets, "recovery", ("restart_agents",), (14,), "without a fault"
     ),
 }

@@ -473,8 +473,7 @@ class Agents:
         )
 
     async def _end_jobs_of_earlier_incarnations(self, node_id: str, request: Register) -> None:
-        """End them except those that the agent has adopted. A launch that is not confirmed cannot be
-        confirmed by a later incarnation."""
+        """End them except those that the agent has adopted."""
         await self._lifecycle.record_exits(node_id, request.exits)
         held = self._ledger.holds.get(node_id)
         running = {(job.job_id, job.epoch) for job in request.running}
@@ -482,7 +481,7 @@ class Agents:
             LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
             for hold in (held.holds if held else ())
             if hold.incarnation < request.node.incarnation
-            and ((hold.job_id, hold.epoch) not in running or self._is_being_launched(node_id, hold))
+            and (hold.job_id, hold.epoch) not in running
         )
 
     async def _settle_exits_and_find_kills(
