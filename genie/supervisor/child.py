@@ -160,12 +160,12 @@ class Child:
         """Replaces the arguments of later restarts."""
         self._start_arguments = list(arguments)
 
-    async def stop(self, *, grace_s: float) -> None:
-        """Ends it and removes its process record. Does nothing if it was never started."""
+    async def stop(self, *, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """Ends it, by this signal, and removes its process record. Does nothing if it was never started."""
         if self._process is None:
             return
         if self._process.poll() is None and self._process_record is not None:
-            await process_records.end_process(self._process_record, grace_s=grace_s)
+            await process_records.end_process(self._process_record, grace_s=grace_s, number=number)
         self._process.wait()  # has ended: only reaps it
         process_records.remove_process_record(self._state_dir, self.name)
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent import joining
+from genie.agent.adoption import KEEP_JOBS_SIGNAL
 from genie.agent.identity import AGENTS_DIR, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
 from genie.agent.launcher import kill_jobs_of_stopped_agents
@@ -118,6 +120,7 @@ class Supervisor:
         )
         self._restart_tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
+        self._keeps_jobs = False
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
@@ -236,6 +239,10 @@ class Supervisor:
             if child.pid is not None:
                 self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
+    def keep_jobs_on_stop(self) -> None:
+        """Lets the jobs of this machine go on when `stop` stops the agent; the next agent adopts them."""
+        self._keeps_jobs = True
+
     async def stop(self) -> None:
         """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
         if self._is_stopped:
@@ -245,8 +252,12 @@ class Supervisor:
             task.cancel()
         if self._agent.pid is not None:
             self._progress("stopping the agent")
-            await self._agent.stop(grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S)
-        await kill_leftover_jobs(self._state_dir)
+            await self._agent.stop(
+                grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S,
+                number=KEEP_JOBS_SIGNAL if self._keeps_jobs else signal.SIGTERM,
+            )
+        if not self._keeps_jobs:
+            await kill_leftover_jobs(self._state_dir)
         if self._controller.pid is not None:
             self._progress("stopping the controller")
             await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
@@ -534,25 +545,35 @@ def find_running_cluster(state_dir: Path) -> RunningCluster | None:
 
 
 async def stop_running_cluster(
-    state_dir: Path, *, progress: ProgressPrinter = lambda _line: None, agent_grace_s: float = 5.0
+    state_dir: Path,
+    *,
+    progress: ProgressPrinter = lambda _line: None,
+    agent_grace_s: float = 5.0,
+    keep_jobs: bool = False,
 ) -> RunningCluster | None:
     """Stops the processes that `find_running_cluster` finds and returns them; None if there were none.
 
-    Also ends jobs that an agent has left running, even if no process of the cluster is left."""
+    Also ends jobs that an agent has left running, even if no process of the cluster is left. With
+    `keep_jobs`, the jobs go on until the next agent adopts them."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
     agent_s = agent_grace_s + _AGENT_STOP_GRACE_MARGIN_S
     # The supervisor first: it stops the others in order, and would restart them otherwise.
     supervisor_s = agent_s + _CONTROLLER_STOP_GRACE_S + _ETCD_STOP_GRACE_S + _AGENT_STOP_GRACE_MARGIN_S
     graces = {SUPERVISOR: supervisor_s, AGENT: agent_s}
+    numbers = {SUPERVISOR: KEEP_JOBS_SIGNAL, AGENT: KEEP_JOBS_SIGNAL} if keep_jobs else {}
     for name in (SUPERVISOR, AGENT, CONTROLLER, ETCD):
         record = process_records.read_process_record(state_dir, name)
         if record is not None:
             progress(
                 f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
             )
-            await process_records.end_process(record, grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S))
-        if name == AGENT and (count := await kill_leftover_jobs(state_dir)):
+            await process_records.end_process(
+                record,
+                grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S),
+                number=numbers.get(name, signal.SIGTERM),
+            )
+        if name == AGENT and not keep_jobs and (count := await kill_leftover_jobs(state_dir)):
             progress(f"ended processes of jobs that an agent had left running: {count}")
         process_records.remove_process_record(state_dir, name)
     if found is not None and CONTROLLER in found.pids:

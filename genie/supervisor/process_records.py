@@ -114,9 +114,9 @@ def read_last_lines(path: Path, *, count: int = 8, bytes_max: int = 8192, since_
     return [line for line in text.splitlines() if line.strip()][-count:]
 
 
-async def end_process(record: ProcessRecord, *, grace_s: float) -> None:
-    """Sends SIGTERM, then SIGKILL after `grace_s`. Returns when the process has ended."""
-    if not record.identity.send_signal(signal.SIGTERM) or await _wait_until_process_ended(record, grace_s):
+async def end_process(record: ProcessRecord, *, grace_s: float, number: int = signal.SIGTERM) -> None:
+    """Sends SIGTERM or another signal, then SIGKILL after `grace_s`. Returns when the process has ended."""
+    if not record.identity.send_signal(number) or await _wait_until_process_ended(record, grace_s):
         return
     record.identity.send_signal(signal.SIGKILL)
     if not await _wait_until_process_ended(record, _SIGKILL_WAIT_TIMEOUT_S):

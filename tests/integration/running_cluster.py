@@ -93,6 +93,10 @@ class StartedCluster:
         return self
 
     def __exit__(self, *ignored: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Idempotent."""
         self._thread.cancel_main_task()
         assert self._thread.join(timeout_s=60)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.agent.leftovers import read_start_record
 from genie.cluster.client import ClusterClient
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import Job, JobSpec, JobState
@@ -134,7 +135,38 @@ async def fetch_holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]
 
 
 @pytest.mark.timeout(120)
-async def test_job_of_a_killed_agent_is_lost_when_its_node_returns(tmp_path: Path) -> None:
+async def test_job_of_a_killed_agent_continues_when_its_node_returns(tmp_path: Path) -> None:
+    first, next_one = CountingJobOutput(tmp_path / "first"), CountingJobOutput(tmp_path / "next")
+    async with run_cluster_processes(tmp_path, "a") as cluster, cluster.client() as client:
+        spec = make_counting_job(first.file, node_id="a", until_file=tmp_path / "end")
+        job = await client.submit(spec)
+        await first.wait_started()
+        queued = await client.submit(make_counting_job(next_one.file, node_id="a"))
+        async with watch_ledger(client) as observed:
+            await cluster.agents["a"].kill()
+
+            async def is_withheld() -> bool:
+                return "until the node returns" in (await client.get_job(job.job_id)).reason
+
+            await until(is_withheld, timeout_s=60)
+            before = await client.get_job(job.job_id)
+            assert (await cluster.start_agent("a")).incarnation == 2
+            number = first.number
+            await until(lambda: first.number > number, what="the job goes on")
+            now = await client.get_job(job.job_id)
+            assert (now.state, now.placements) == (JobState.RUNNING, before.placements)
+            assert (await client.get_job(queued.job_id)).state is JobState.QUEUED
+            (tmp_path / "end").touch()
+            ended = await wait_for_job_state(client, job.job_id, JobState.SUCCEEDED)
+            assert (ended.exit_code, first.start_count) == (0, 1)
+            log = b"".join([data async for data in client.follow_log(job.job_id)]).decode().split()
+            assert log == [*map(str, range(1, first.number + 1)), "end"]
+            await wait_for_job_state(client, queued.job_id, JobState.RUNNING)
+        assert {jobs for _, jobs in observed} - {()} == {(job.job_id,), (queued.job_id,)}
+
+
+@pytest.mark.timeout(120)
+async def test_job_that_ended_with_its_agent_is_lost_when_its_node_returns(tmp_path: Path) -> None:
     doomed, other, later = (CountingJobOutput(tmp_path / name) for name in ("doomed", "other", "later"))
     async with run_cluster_processes(tmp_path, "a", "b") as cluster, cluster.client() as client:
         job_a = await client.submit(make_counting_job(doomed.file, node_id="a"))
@@ -155,7 +187,10 @@ async def test_job_of_a_killed_agent_is_lost_when_its_node_returns(tmp_path: Pat
             assert doomed.is_alive
             assert [job_id for job_id, _ in (await fetch_holds(client))["a"]] == [job_a.job_id]
             assert (await client.get_job(job_c.job_id)).state is JobState.QUEUED
-            # The node returns, and has ended it: the queued job runs, the lost one does not.
+            # Its shim cannot be adopted: the queued job runs, the lost one does not.
+            started = tmp_path / "a" / "agents" / "a" / "jobs" / job_a.job_id / "started.json"
+            shim, _ = read_start_record(started)
+            assert shim.send_signal(signal.SIGKILL)
             await cluster.start_agent("a")
             lost = await wait_for_job_state(client, job_a.job_id, JobState.LOST)
             assert not doomed.is_alive

@@ -198,30 +198,42 @@ def join(
     example="genie down",
     no_address_hint="it stops the cluster or agent on this machine; run 'genie down' on the machine to stop",
 )
-def down(invocation: Invocation) -> None:
-    """Stop the cluster or agent on this machine. Jobs that run on it are terminated."""
+def down(
+    invocation: Invocation,
+    *,
+    keep_jobs: Annotated[
+        bool, typer.Option("--keep-jobs", help="Leave the jobs of this machine running, for an upgrade.")
+    ] = False,
+) -> None:
+    """Stop the cluster or agent on this machine. Jobs that run on it are terminated.
+
+    With --keep-jobs they continue, and the next 'genie up' or 'genie join' takes them over. Restartable jobs
+    are queued again if that takes longer than 0.7 x controller.node_ttl_s.
+    """
     from genie.supervisor import local_cluster
 
     settings = invocation.load_settings()
     state_dir = settings.paths.state_dir
     found = local_cluster.find_running_cluster(state_dir)
     if found is None:
-        if count := asyncio.run(local_cluster.kill_leftover_jobs(state_dir)):
+        if not keep_jobs and (count := asyncio.run(local_cluster.kill_leftover_jobs(state_dir))):
             output.print_message(f"ended processes of jobs that an agent had left running: {count}")
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
     progress: Callable[[str], None] = output.print_message
     if local_cluster.CONTROLLER in found.pids:
-        _print_jobs_to_terminate(settings, found.node_id)
+        if not keep_jobs:
+            _print_jobs_to_terminate(settings, found.node_id)
     elif found.node_id:
         progress = _ignore_progress
         output.print_message(f"stopping the agent of node {found.node_id}")
     asyncio.run(
         local_cluster.stop_running_cluster(
-            state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s
+            state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s, keep_jobs=keep_jobs
         )
     )
-    output.write_line("stopped")
+    kept = "; its jobs continue: start it again with 'genie up' or 'genie join'"
+    output.write_line(f"stopped{kept if keep_jobs and found.node_id else ''}")
 
 
 @command(app, "forget", example="genie forget gpu-box-3")
@@ -325,7 +337,10 @@ async def _supervise_until_signal_or_exit(
     with _cancel_current_task_on_stop_signal() as stopped:
         try:
             async with supervision as supervisor:
-                with _supervisor_process_record(settings.paths.state_dir):
+                with (
+                    _keep_jobs_at_signal(supervisor),
+                    _supervisor_process_record(settings.paths.state_dir),
+                ):
                     ready = True
                     if supervisor.cluster is not None:
                         await _print_started_cluster(settings)
@@ -361,6 +376,23 @@ def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _keep_jobs_at_signal(supervisor: Supervisor) -> Iterator[None]:
+    """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of this machine."""
+    from genie.agent.adoption import KEEP_JOBS_SIGNAL
+
+    def stop() -> None:
+        supervisor.keep_jobs_on_stop()
+        signal.raise_signal(signal.SIGTERM)
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(KEEP_JOBS_SIGNAL, stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(KEEP_JOBS_SIGNAL)
 
 
 @contextlib.contextmanager
