@@ -92,7 +92,8 @@ class FakeAgent:
             yield self
 
     async def register(self, *exits: ExitReport) -> Registered:
-        return await self._peer.call(Register(node=self.info, exits=exits), timeout_s=CALL_S)
+        request = Register(node=self.info, exits=exits, running=tuple(self.running.values()))
+        return await self._peer.call(request, timeout_s=CALL_S)
 
     async def leave(self) -> None:
         request = Leave(node_id=self.info.node_id, incarnation=self.info.incarnation)
@@ -125,7 +126,7 @@ class FakeAgent:
     async def confirm(self, launch: Launch, *, epoch: int | None = None, wait_s: float = 0.0) -> None:
         epoch = launch.placement.epoch if epoch is None else epoch
         request = ConfirmLaunch(
-            job_id=launch.job_id, epoch=epoch, incarnation=self.info.incarnation, wait_s=wait_s
+            job_id=launch.job_id, epoch=epoch, incarnation=launch.placement.incarnation, wait_s=wait_s
         )
         await self._peer.call(request, timeout_s=CALL_S)
         self.running[launch.job_id] = RunningJob(job_id=launch.job_id, epoch=epoch)

@@ -18,6 +18,7 @@ import logging
 from contextlib import suppress
 from typing import TypeVar
 
+from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.errors import GenieError
 from genie.model.messages import EmptyNode, Message, RemoveQuota, Request, SetQuota, UndrainNode
 from genie.model.tenant import QuotaRecord
@@ -93,11 +94,13 @@ FAULTS_ENDING_JOBS_ON_NODE = frozenset(
     )
 )
 """Faults that may end the jobs of their node."""
+AGENT_CRASHES = frozenset(("crash_node", "upgrade_node"))
+"""Only the dead-man timer ends a job, if the agent does not return in time."""
 FAULTS_ENDING_RESTARTABLE_JOBS_ON_NODE = frozenset(
     (
         *("cut_node", "cut_one_way", "isolate_node", "hang_agent"),
         *("pause_node", "freeze_node", "drift", "drain_paused_node"),
-        *("crash_node", "upgrade_node"),
+        *AGENT_CRASHES,
     )
 )
 """Outages of a node: restartable jobs end at the dead-man time, all others go on."""
@@ -149,7 +152,14 @@ def _record_fault_window(cluster: SimCluster, kind: str, node: str, duration_s: 
     # The rate of a clock is changed until another fault changes it again.
     end_s = float("inf") if kind == "drift" else now_s + duration_s + _extra_duration_s(cluster, kind)
     cluster.faults.append(
-        FaultWindow(kind, frozenset(hosts), now_s, end_s, ends_only_restartable_jobs=not ends_any_job)
+        FaultWindow(
+            kind,
+            frozenset(hosts),
+            now_s,
+            end_s,
+            ends_only_restartable_jobs=not ends_any_job,
+            termination_reason=CONTACT_LOST_REASON if kind in AGENT_CRASHES else "",
+        )
     )
 
 

@@ -76,6 +76,22 @@ def fault_of_nodes(
 
 
 @contextmanager
+def agent_crashes(cluster: SimCluster, kind: str, hosts: Collection[str]) -> Iterator[None]:
+    """Record crashes of the agents of these nodes, until they have returned. Only dead-man timers end jobs,
+    and only if an agent does not return in time."""
+    window = FaultWindow(
+        kind,
+        frozenset(hosts),
+        cluster.world.now_s,
+        float("inf"),
+        ends_only_restartable_jobs=True,
+        termination_reason=CONTACT_LOST_REASON,
+    )
+    with record_fault_window(cluster, window):
+        yield
+
+
+@contextmanager
 def control_plane_fault(cluster: SimCluster, kind: str, *, is_silent: bool) -> Iterator[None]:
     """Record a fault of controllers or of the store, until it is over. `is_silent`: for longer than a
     failover takes there may be neither a leader nor replies from all controllers, which an agent cannot
@@ -194,8 +210,8 @@ async def _restart_servers(cluster: SimCluster, kind: str, duration_s: float) ->
 
 
 async def _restart_agents(cluster: SimCluster, kind: str, duration_s: float) -> None:
-    """Restart all agents at once. Restartable jobs end if that takes longer than their dead-man time."""
-    with fault_of_nodes(cluster, kind, cluster.node_hosts, ends_only_restartable_jobs=True):
+    """Restart all agents at once."""
+    with agent_crashes(cluster, kind, cluster.node_hosts):
         await _crash_and_restart_all(cluster, cluster.node_hosts, duration_s)
 
 
@@ -235,7 +251,7 @@ async def _restart_repeatedly(cluster: SimCluster, kind: str, duration_s: float)
     servers, nodes = cluster.controller_hosts, cluster.node_hosts
     hosts = random.choice((servers, nodes, [*servers, *nodes]))
     crashing_nodes = [host for host in hosts if host in nodes]
-    with fault_of_nodes(cluster, kind, crashing_nodes, ends_only_restartable_jobs=True):
+    with agent_crashes(cluster, kind, crashing_nodes):
         if hosts == nodes:
             await _crash_each_repeatedly(cluster, hosts)
             return

@@ -152,6 +152,36 @@ async def test_new_incarnation_ends_the_jobs_of_the_previous_one(tmp_path: Path)
             assert again.placement.incarnation == 2
 
 
+async def test_new_incarnation_keeps_the_jobs_that_it_has_adopted(tmp_path: Path) -> None:
+    async with running_controller(tmp_path) as one, one.client() as owner:
+        access = await one.join("n1")
+        async with FakeAgent(make_node_info("n1", gpus=3)).connected(one.network, access) as agent:
+            await agent.register()
+            await agent.beat()
+            adopted, other_epoch, unstarted = [await owner.submit(gpus=1) for _ in range(3)]
+            launches = {launch.job_id: launch for launch in [await agent.next_launch() for _ in range(3)]}
+            await agent.confirm(launches[adopted.job_id])
+            await agent.confirm(launches[other_epoch.job_id])
+        reborn = agent.restarted()
+        epochs = {job_id: launch.placement.epoch for job_id, launch in launches.items()}
+        epochs[other_epoch.job_id] += 1
+        reborn.running = {job_id: RunningJob(job_id=job_id, epoch=epoch) for job_id, epoch in epochs.items()}
+        async with reborn.connected(one.network, access):
+            await reborn.register()
+            assert (await owner.job(adopted.job_id)).state is JobState.RUNNING
+            lost = await owner.job(other_epoch.job_id)
+            assert (lost.state, lost.reason) == (JobState.LOST, "node n1 restarted")
+            assert (await owner.job(unstarted.job_id)).state is JobState.PLACING
+            ack = await reborn.beat()
+            assert [order.job_id for order in ack.jobs_to_kill] == [other_epoch.job_id]
+            assert sorted(await owner.held("n1")) == sorted([adopted.job_id, unstarted.job_id])
+            await reborn.confirm(launches[unstarted.job_id])
+            assert (await owner.job(unstarted.job_id)).state is JobState.RUNNING
+            reborn.end(launches[adopted.job_id], 0)
+            await reborn.beat()
+            assert (await owner.job(adopted.job_id)).state is JobState.SUCCEEDED
+
+
 async def test_older_incarnation_is_rejected_and_a_newer_one_replaces_it(tmp_path: Path) -> None:
     async with running_controller(tmp_path) as one:
         access = await one.join("n1")
