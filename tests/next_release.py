@@ -1,6 +1,6 @@
 """A copy of this project as the next minor release might be: one minor version newer, with what releases add.
 
-- its own version, and a further version of the protocol;
+- its own version, and a further version of the protocol and of the control connections of shims;
 - a field in every reply, report and description of a node, which is always sent;
 - a constraint of jobs that older releases must not ignore, marked with `since`.
 """
@@ -34,6 +34,7 @@ class NextRelease:
                 (folder / name).symlink_to(REPOSITORY / name)
         self._replace("version.py", f'"{__version__}"', f'"{NEXT_VERSION}"')
         self._replace("runtime/wire.py", "(lowest=1, highest=1)", "(lowest=1, highest=2)")
+        self._replace("agent/shim.py", "\nCONTROL_VERSION = 1\n", "\nCONTROL_VERSION = 2\n")
         self._replace(
             "model/job.py",
             "    priority: int = 0\n",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from genie.agent.disk import JournalWriteQueue, is_caused_by_full_disk, is_cause
 from genie.agent.heartbeats import NodeLease
 from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import EXIT_REASON_CHARS_MAX, JobRecord, Journal
-from genie.agent.launcher import JobLauncher, LaunchPlan
+from genie.agent.launcher import JobLauncher, LaunchPlan, encode_plan, try_decode_plan
 from genie.config import AgentConfig
 from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
 from genie.model.allocation import FULL_MILLI
@@ -154,8 +154,8 @@ class NodeJobs:
         self._request_heartbeat = request_heartbeat
         self._unkillable_earlier_jobs: dict[str, JobRecord | None] = {}
         """Jobs of an earlier agent with processes that cannot be killed."""
-        self._interrupted_launches: dict[str, Launch] = {}
-        """Launches that an earlier agent accepted and did not start, by job."""
+        self._interrupted_launches: dict[str, LaunchPlan] = {}
+        """Of jobs that an earlier agent prepared and did not start."""
         self._launch_rejection_reason = ""
         """Why launches are rejected; empty while they are accepted."""
         self._no_heartbeat_in_flight = asyncio.Event()
@@ -205,21 +205,19 @@ class NodeJobs:
             for job_id in running
             if job_id not in self.live_jobs
         }
-        for record, launch in self._journal.take_launches_without_start(
-            boot_id=self._launch_context.boot_id
-        ):
-            job_id = record.job_id
-            if job_id not in running:
-                self.live_jobs[job_id] = LocalJob(record, self._journal.job_dir(job_id))
-                self._interrupted_launches[job_id] = launch
+        for record, body in self._journal.take_prepared_launches(boot_id=self._launch_context.boot_id):
+            plan = try_decode_plan(body)
+            if plan is not None and record.job_id not in running:
+                self.live_jobs[record.job_id] = LocalJob(record, plan.directory)
+                self._interrupted_launches[record.job_id] = plan
 
     async def continue_job_of_earlier_agent(self, job: LocalJob) -> None:
         """Starts a job whose launch was interrupted, and reports the endpoint of a session. Never raises."""
-        launch = self._interrupted_launches.pop(job.job_id, None)
-        if launch is not None:
+        plan = self._interrupted_launches.pop(job.job_id, None)
+        if plan is not None:
             while not job.kill_reason and not self._lease.is_valid(self._clock.monotonic_s()):
                 await self._clock.sleep(LEASE_POLL_INTERVAL_S)
-            await self.prepare_and_start_job(job, launch, was_interrupted=True)
+            await self._start_job(job, partial(_return_plan, plan))
         elif job.is_session:
             await self._report_executor_endpoint(job)
 
@@ -306,7 +304,7 @@ class NodeJobs:
         # Listed before it is recorded: meanwhile its accelerators are in use.
         job = self.live_jobs[launch.job_id] = LocalJob(record, self._journal.job_dir(launch.job_id))
         try:
-            await self._journal_writes.run_work(partial(self._write_launch_to_journal, record, launch))
+            await self._journal_writes.run_work(partial(self._journal.record_launch, record))
         except BaseException as error:
             del self.live_jobs[launch.job_id]
             if earlier is not None:
@@ -315,10 +313,6 @@ class NodeJobs:
                 raise NodeUnfitError(f"the launch of {launch.job_id} is rejected: {error}") from error
             raise
         return job
-
-    def _write_launch_to_journal(self, record: JobRecord, launch: Launch) -> None:
-        self._journal.record_launch(record)
-        self._journal.store_launch(launch)
 
     def _check_launch_acceptable(self, launch: Launch) -> None:
         launch_text, place = f"the launch of {launch.job_id}", launch.placement
@@ -399,21 +393,26 @@ class NodeJobs:
 
     # --- from acceptance to start -----------------------------------------------------------
 
-    async def prepare_and_start_job(
-        self, job: LocalJob, launch: Launch, *, was_interrupted: bool = False
-    ) -> None:
+    async def prepare_and_start_job(self, job: LocalJob, launch: Launch) -> None:
         """Prepares, confirms and starts the job. Never raises: an error becomes the job's exit report."""
+
+        async def prepare() -> LaunchPlan:
+            async with self._preparation_slots:
+                plan = await self._prepare_launch(job, launch)
+            # From the confirmation on, only this node can start the job: so must the next agent.
+            store = partial(self._journal.store_prepared_launch, job.record, encode_plan(plan))
+            await self._launch_context.offload(store, writes=True)
+            return plan
+
+        await self._start_job(job, prepare)
+
+    async def _start_job(self, job: LocalJob, prepare: Callable[[], Awaitable[LaunchPlan]]) -> None:
         job_id = job.job_id
         try:
-            async with self._preparation_slots:
-                if was_interrupted:
-                    await self._launch_context.offload(
-                        partial(self._journal.remove_prepared_files, job_id), writes=True
-                    )
-                plan = await self._prepare_launch(job, launch)
+            plan = await prepare()
             await self._confirm_launch(job)
             await self._launch_context.offload(
-                partial(self._journal.discard_launch, job_id, job.epoch), writes=True
+                partial(self._journal.discard_prepared_launch, job_id, job.epoch)
             )
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
@@ -626,7 +625,7 @@ class NodeJobs:
         self._request_heartbeat()
 
     def _write_exit_to_journal(self, report: ExitReport) -> None:
-        self._journal.discard_launch(report.job_id, report.epoch)
+        self._journal.discard_prepared_launch(report.job_id, report.epoch)
         preparation.remove_executor_secrets(self._journal.job_dir(report.job_id))
         self._journal.discard_temporary_files(report.job_id)
         if self._journal.read_exit_report(report.job_id) is None:
@@ -672,3 +671,7 @@ class NodeJobs:
         finished = self._journal.finished_run_directories(live_job_ids)
         sizes = {path: job_files.try_measure_run_directory(path, known.get(path)) for path in finished}
         return {path: size for path, size in sizes.items() if size is not None}
+
+
+async def _return_plan(plan: LaunchPlan) -> LaunchPlan:
+    return plan

@@ -23,7 +23,7 @@ from genie.errors import AgentRunningError, FencedError, StoreCorruptError, Stor
 from genie.model.allocation import FULL_MILLI
 from genie.model.fencing import describe_token
 from genie.model.job import RUNS_KEPT, JobKind
-from genie.model.messages import ExitReport, Launch
+from genie.model.messages import ExitReport
 from genie.model.names import validate_name
 from genie.processes import files
 
@@ -34,12 +34,11 @@ EXIT_REASON_CHARS_MAX = 600
 AGENT_LOCK_FILE = "agent.lock"
 LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
-LAUNCHES_DIR = "launches"
-"""Has the launch of each accepted job whose start was not attempted yet. The files are not synced, so this
-holds only until the machine is restarted."""
+PREPARED_LAUNCHES_DIR = "prepared"
+"""Has a file for each job that is prepared and whose start was not attempted yet. The files are not synced, so
+this holds only until the machine is restarted."""
 SHIM_SOCKETS_DIR = "shims"
 """Has a socket for each running job, at which the next agent of the node connects to its shim."""
-WORKDIR_ARCHIVE_FILE = "workdir.tar"
 _DISCARDED_NAME_PREFIX = "."
 _EARLIER_RUNS_DIR = "earlier"
 
@@ -160,47 +159,40 @@ class Journal:
     def shim_socket_path(self, job_id: str, epoch: int) -> Path:
         return self.node_dir / SHIM_SOCKETS_DIR / f"{job_id}.{epoch}"
 
-    def store_launch(self, launch: Launch) -> None:
-        """Keeps an accepted launch until `discard_launch`. Raises OSError."""
-        path = self._launch_path(launch.job_id, launch.placement.epoch)
+    def store_prepared_launch(self, record: JobRecord, plan: bytes) -> None:
+        """Keeps what is needed to start a job until `discard_prepared_launch`. Raises StoreFullError."""
+        path = self._prepared_launch_path(record.job_id, record.epoch)
         files.make_private_directory(path.parent)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.msgpack.encode(launch))
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(plan)
+        except OSError as error:
+            raise StoreFullError(
+                f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
+            ) from error
 
-    def discard_launch(self, job_id: str, epoch: int) -> None:
+    def discard_prepared_launch(self, job_id: str, epoch: int) -> None:
         """Call before the start of the job. Raises OSError."""
-        self._launch_path(job_id, epoch).unlink(missing_ok=True)
+        self._prepared_launch_path(job_id, epoch).unlink(missing_ok=True)
 
-    def take_launches_without_start(self, *, boot_id: str) -> list[tuple[JobRecord, Launch]]:
-        """Launches of this boot that were accepted but neither started nor ended. Removes all others."""
+    def take_prepared_launches(self, *, boot_id: str) -> list[tuple[JobRecord, bytes]]:
+        """Launches of this boot that were prepared but neither started nor ended. Removes all others."""
         found = []
-        for path in sorted((self.node_dir / LAUNCHES_DIR).glob("*")):
-            try:
-                launch = msgspec.msgpack.decode(path.read_bytes(), type=Launch)
-            except (OSError, ValueError, RecursionError) as error:
-                _log.warning("ignoring the unreadable launch %s: %s", path.name, error)
-                job_files.try_unlink(path)
-                continue
-            record, directory = self.read_job_record(launch.job_id), self.job_dir(launch.job_id)
-            has_ended = any(job_files.path_exists(directory / name) for name in ("exit.json", "settled.json"))
-            is_last = record is not None and record.epoch == launch.placement.epoch
-            if record is not None and is_last and record.boot_id == boot_id and not has_ended:
-                found.append((record, launch))
+        for path in sorted((self.node_dir / PREPARED_LAUNCHES_DIR).glob("*")):
+            job_id, _, epoch = path.name.rpartition(".")
+            record = self.read_job_record(job_id)
+            has_ended = any(
+                job_files.path_exists(self.job_dir(job_id) / name) for name in ("exit.json", "settled.json")
+            )
+            if record is not None and (str(record.epoch), record.boot_id) == (epoch, boot_id) and not has_ended:
+                found.append((record, path.read_bytes()))
             else:
                 job_files.try_unlink(path)
         return found
 
-    def remove_prepared_files(self, job_id: str) -> None:
-        """Empties the directory of a job that was prepared in part, for another preparation. Raises OSError."""
-        directory = self.job_dir(job_id)
-        job_files.try_unlink(directory / WORKDIR_ARCHIVE_FILE)
-        for name in ("work", "tmp"):
-            job_files.try_remove_tree(directory / name)
-            (directory / name).mkdir(mode=0o700)
-
-    def _launch_path(self, job_id: str, epoch: int) -> Path:
-        return self.node_dir / LAUNCHES_DIR / f"{job_id}.{epoch}"
+    def _prepared_launch_path(self, job_id: str, epoch: int) -> Path:
+        return self.node_dir / PREPARED_LAUNCHES_DIR / f"{job_id}.{epoch}"
 
     def read_job_record(self, job_id: str) -> JobRecord | None:
         try:

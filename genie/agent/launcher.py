@@ -74,6 +74,20 @@ class LaunchPlan:
     `record`."""
 
 
+def encode_plan(plan: LaunchPlan) -> bytes:
+    """Encodes the plan for an agent of this release or of another one."""
+    return msgspec.msgpack.encode(plan, enc_hook=str)
+
+
+def try_decode_plan(body: bytes) -> LaunchPlan | None:
+    """Returns None if another release has written it, or only a part of it was written."""
+    try:
+        return msgspec.msgpack.decode(body, type=LaunchPlan, dec_hook=lambda kind, value: kind(value))
+    except (msgspec.DecodeError, RecursionError) as error:
+        _log.warning("ignoring a prepared launch: %s", error)
+        return None
+
+
 class JobLauncher(Protocol):
     """Starts and ends jobs. A job with a dead-man timer ends by itself unless it is refreshed in time."""
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from genie.agent import job_files
-from genie.agent.journal import WORKDIR_ARCHIVE_FILE
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.errors import LaunchError, WorkdirError
 from genie.hardware import visible_devices_env
@@ -84,7 +83,7 @@ async def fetch_and_unpack_workdir(
     call: CallLeaderWithRetries, workdir: Workdir, directory: Path, *, offload: Offload
 ) -> None:
     """Downloads the working directory, verifies its digest and unpacks it."""
-    packed = directory / WORKDIR_ARCHIVE_FILE
+    packed = directory / "workdir.tar"
     hasher = hashlib.sha256()
     received_bytes = 0
     while received_bytes < workdir.size_bytes:

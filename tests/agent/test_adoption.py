@@ -19,7 +19,7 @@ import pytest
 
 from genie.agent import adoption, preparation, shim
 from genie.agent.journal import JobRecord, Journal
-from genie.agent.launcher import LaunchPlan, ShimLauncher
+from genie.agent.launcher import LaunchPlan, ShimLauncher, encode_plan
 from genie.agent.logs import read_log_chunk
 from genie.errors import NodeUnfitError, WorkersMissingError
 from genie.model.job import JobKind
@@ -366,7 +366,7 @@ async def test_restartable_job_survives_a_restart_within_its_dead_man_time(
         assert job.is_alive
 
 
-async def test_interrupted_launch_is_prepared_again_and_started(
+async def test_prepared_launch_is_confirmed_and_started_by_the_next_agent(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:
     controller.refusals[ConfirmLaunch] = WorkersMissingError("worker 1 is missing")
@@ -382,26 +382,28 @@ async def test_interrupted_launch_is_prepared_again_and_started(
         assert [(one.job_id, one.epoch) for one in controller.registers[-1].running] == [("j1", 1)]
         assert [one.incarnation for one in controller.confirms] == [1], "that of the launch"
         await until((node_dir / "jobs" / "j1" / "settled.json").exists, what="it is settled")
-        assert list((node_dir / "launches").iterdir()) == []
+        assert list((node_dir / "prepared").iterdir()) == []
 
 
 @pytest.mark.parametrize("case", ["started", "another boot", "ended", "earlier epoch"])
 async def test_launch_is_not_repeated_if_the_job_may_have_run(
-    case: str, controller: FakeController, node_dir: Path, run_agent: RunAgent
+    case: str,
+    controller: FakeController,
+    node_dir: Path,
+    run_agent: RunAgent,
+    make_plan: Callable[..., LaunchPlan],
 ) -> None:
     boot_id = "another" if case == "another boot" else process_table.boot_id()
-    async with run_agent():
-        await controller.peer()
-        launch = controller.launch_of("j1", "true", epoch=3)
+    plan = make_plan("true", epoch=3)
     journal = Journal(node_dir)
     journal.open()
     record = JobRecord(
         job_id="j1", epoch=4 if case == "earlier epoch" else 3, incarnation=1, accepted_at=1.0, boot_id=boot_id
     )
     journal.record_launch(record)
-    journal.store_launch(launch)
+    journal.store_prepared_launch(msgspec.structs.replace(record, epoch=3), encode_plan(plan))
     if case == "started":
-        journal.discard_launch("j1", 3)
+        journal.discard_prepared_launch("j1", 3)
     if case == "ended":
         report = ExitReport(job_id="j1", epoch=3, exit_code=0, reason="exit code 0", ended_at=1.0)
         journal.write_exit_record(report)
@@ -410,7 +412,7 @@ async def test_launch_is_not_repeated_if_the_job_may_have_run(
         await controller.peer()
         assert controller.registers[-1].running == ()
         assert controller.confirms == []
-    assert list((node_dir / "launches").iterdir()) == []
+    assert list((node_dir / "prepared").iterdir()) == []
 
 
 async def test_earlier_epoch_of_a_job_is_not_adopted(

@@ -15,6 +15,7 @@ import pytest
 
 from genie import config
 from genie.agent import joining
+from genie.agent.adoption import KEEP_JOBS_SIGNAL
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings
 from genie.errors import GenieError
@@ -148,6 +149,10 @@ class UpgradableCluster:
         for name in names:
             await self._children.pop(name).stop(grace_s=STOP_TIMEOUT_S)
 
+    async def stop_agent_and_keep_jobs(self, node_id: str) -> None:
+        """As `genie down --keep-jobs` does."""
+        await self._children.pop(node_id).stop(grace_s=STOP_TIMEOUT_S, number=KEEP_JOBS_SIGNAL)
+
     async def stop_all(self) -> None:
         await self.stop(*(name for name in (*NODES, *SERVERS) if name in self._children))
 
@@ -260,11 +265,11 @@ async def check_server_upgrade(
 async def check_agent_upgrade(
     cluster: UpgradableCluster, node_id: str, client: ClusterClient, jobs: LongJobs
 ) -> None:
-    await client.drain_node(node_id)
-    await jobs.finish(node_id)
-    await cluster.stop(node_id)
+    """The job of the node continues under its shim of this release, and is adopted by the next release."""
+    await cluster.stop_agent_and_keep_jobs(node_id)
     await cluster.start_agent(node_id, client, upgraded=True)
-    await client.undrain_node(node_id)
+    await jobs.check_running()
+    await jobs.finish(node_id)
     await check_job_succeeds(client, node_id=node_id)
     await jobs.start(node_id)
     await jobs.check_running()

@@ -77,7 +77,7 @@ def _plant_dead_man_timers_extended_by_a_restart(patch: pytest.MonkeyPatch) -> N
 
 def _plant_launches_that_a_restart_forgets(patch: pytest.MonkeyPatch) -> None:
     """A restarted agent does not start what the leader has confirmed to the earlier one."""
-    patch.setattr(Journal, "take_launches_without_start", lambda self, *, boot_id: [])
+    patch.setattr(Journal, "take_prepared_launches", lambda self, *, boot_id: [])
 
 
 ADOPTION_DEFECTS = {
