@@ -74,10 +74,6 @@ async def find_etcd_leader(cluster: FaultCluster) -> Machine | None:
     return next((server for server in cluster.servers if server.name in leaders), None)
 
 
-def _lose_server(server: Machine) -> Injection:
-    return Injection(silent=[server], without_etcd=[server], ended=[server])
-
-
 # --- killed and suspended processes -------------------------------------------------------------
 
 
@@ -97,13 +93,14 @@ async def kill_etcd_leader(targets: FaultTargets) -> AsyncIterator[Injection]:
 async def kill_agent(targets: FaultTargets) -> AsyncIterator[Injection]:
     node = targets.rng.choice(targets.cluster.machines)
     node.send_signal("agent", signal.SIGKILL)
-    yield Injection(ended=[node])
+    yield Injection()
 
 
 @asynccontextmanager
 async def kill_services_of_leading_server(targets: FaultTargets) -> AsyncIterator[Injection]:
     targets.leader.kill_service_processes()
-    yield _lose_server(targets.leader)
+    silent = [targets.leader]
+    yield Injection(silent=silent, without_etcd=silent, isolated=silent)
     targets.leader.restart()
 
 
@@ -194,7 +191,7 @@ async def kill_two_of_three_servers(targets: FaultTargets) -> AsyncIterator[Inje
     killed = [targets.leader, other]
     for server in killed:
         server.kill_service_processes()
-    yield Injection(silent=targets.cluster.servers, ended=killed)
+    yield Injection(silent=targets.cluster.servers, isolated=killed)
     for server in killed:
         server.restart()
 
@@ -244,9 +241,8 @@ async def restart_all_controllers(targets: FaultTargets) -> AsyncIterator[Inject
 
 @asynccontextmanager
 async def restart_all_agents(targets: FaultTargets) -> AsyncIterator[Injection]:
-    machines = targets.cluster.machines
-    await _kill_repeatedly(machines, "agent")
-    yield Injection(ended=machines)
+    await _kill_repeatedly(targets.cluster.machines, "agent")
+    yield Injection()
 
 
 async def _kill_repeatedly(machines: Sequence[Machine], process_name: str) -> None:

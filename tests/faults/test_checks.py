@@ -214,12 +214,12 @@ def plant_job_that_an_isolated_node_has_ended(records: Records) -> Records:
 
 
 def plant_lost_job_after_the_fault(records: Records) -> Records:
-    window = FaultWindow("agent-killed", 1, 4, ended_nodes=frozenset((NODE,)))
+    window = FaultWindow("server-powered-off", 1, 4, ended_nodes=frozenset((NODE,)))
     return replace(with_end_of_job(records, LOST), windows=[window])
 
 
 def plant_lost_job_on_another_node(records: Records) -> Records:
-    window = FaultWindow("agent-killed", 1, 9, ended_nodes=frozenset(("n2",)))
+    window = FaultWindow("server-powered-off", 1, 9, ended_nodes=frozenset(("n2",)))
     return replace(with_end_of_job(records, LOST), windows=[window])
 
 
@@ -247,8 +247,8 @@ def plant_lost_job_on_another_node(records: Records) -> Records:
         (plant_success_without_exit, "its program has not ended by itself"),
         (plant_lost_job_without_fault, "became lost during the start"),
         (plant_job_that_an_isolated_node_has_ended, "became lost during node-isolated"),
-        (plant_lost_job_after_the_fault, "became lost during agent-killed"),
-        (plant_lost_job_on_another_node, "became lost during agent-killed"),
+        (plant_lost_job_after_the_fault, "became lost during server-powered-off"),
+        (plant_lost_job_on_another_node, "became lost during server-powered-off"),
     ],
 )
 def test_planted_violation_is_found(plant: Callable[[Records], Records], message: str) -> None:
@@ -258,7 +258,7 @@ def test_planted_violation_is_found(plant: Callable[[Records], Records], message
 
 @pytest.mark.parametrize("restartable", [True, False])
 def test_job_may_end_when_a_fault_kills_its_processes(restartable: bool) -> None:
-    window = FaultWindow("agent-killed", 4, 9, ended_nodes=frozenset((NODE,)))
+    window = FaultWindow("server-powered-off", 4, 9, ended_nodes=frozenset((NODE,)))
     records = with_end_of_job(make_records(), LOST, restartable=restartable)
     assert find_violations(replace(records, windows=[window])) == []
 

@@ -353,6 +353,19 @@ async def test_stopping_a_hung_agent_ends_its_jobs(
     assert not is_alive(job_pid)
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGCONT], ids=["hung", "running"])
+async def test_stopping_can_keep_the_jobs_of_a_running_or_hung_agent(
+    number: int, orphaned_processes: dict[str, int], tmp_path: Path
+) -> None:
+    job_pid = await submit_sleeping_job(tmp_path)
+    os.kill(orphaned_processes["agent"], number)
+    await local_cluster.stop_running_cluster(tmp_path, agent_grace_s=0.1, keep_jobs=True)
+    assert [pid for pid in orphaned_processes.values() if is_alive(pid)] == []
+    assert is_alive(job_pid)
+    assert await local_cluster.kill_leftover_jobs(tmp_path) >= 2, "shim and job"
+    assert not is_alive(job_pid)
+
+
 async def test_stopping_ends_the_jobs_of_an_agent_that_was_killed_before(
     orphaned_processes: dict[str, int], tmp_path: Path, progress: ProgressLog
 ) -> None:

@@ -424,6 +424,31 @@ def test_down_lists_the_jobs_that_it_terminates(run_in_process, tmp_path) -> Non
     assert find_running_cluster(commands.state_dir) is None
 
 
+@pytest.mark.timeout(180)
+def test_down_keeps_jobs_on_request_and_the_next_up_takes_them_over(run_in_process, tmp_path) -> None:
+    commands = GenieProcessRunner(tmp_path / "state")
+    script = f"echo before; while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; echo after; exit 7"
+    assert commands("up", "--detach", "--port", "0").returncode == 0
+    try:
+        job = run_in_process(commands, "submit", "--", "sh", "-c", script).out.strip()
+        wait_until(lambda: "running" in run_in_process(commands, "jobs").out)
+        ran = run_in_process(commands, "down", "--keep-jobs")
+        kept = "stopped; its jobs continue: start it again with 'genie up' or 'genie join'\n"
+        assert (ran.code, ran.out) == (0, kept)
+        assert "will be terminated" not in ran.err
+        assert find_running_cluster(commands.state_dir) is None
+        ran = run_in_process(commands, "down", "--keep-jobs")
+        assert "nothing to stop" in ran.out and "ended processes" not in ran.err
+        assert commands("up", "--detach", "--port", "0").returncode == 0
+        (shown,) = json.loads(run_in_process(commands, "jobs", "--json").out)["jobs"]
+        assert (shown["job_id"], shown["state"]) == (job, "running")
+        (tmp_path / "go").touch()
+        wait_until(lambda: "exit code 7" in run_in_process(commands, "jobs", "--all").out)
+        assert run_in_process(commands, "logs", job).out == "before\nafter\n"
+    finally:
+        run_in_process(commands, "down")
+
+
 def test_controller_without_agent_has_no_nodes(run_in_process, tmp_path) -> None:
     commands = GenieProcessRunner(tmp_path / "state")
     assert commands("up", "--detach", "--port", "0", "--no-agent").returncode == 0
