@@ -1,4 +1,4 @@
-"""A planted defect, and the seeds that detect it (defects.py, failover_defects.py)."""
+"""A planted defect, and the seeds that detect it (defects.py, adoption_defects.py, failover_defects.py)."""
 
 from __future__ import annotations
 
