@@ -30,13 +30,13 @@ import msgspec
 import placement_roles
 
 from genie import config
-from genie.agent.adoption import AdoptedJob
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import read_identity
 from genie.agent.joining import join_cluster
 from genie.agent.journal import JobRecord
 from genie.agent.launcher import LaunchPlan
+from genie.agent.leftovers import AdoptedJob
 from genie.cluster.client import open_client
 from genie.model.messages import CreateToken, ExitReport
 from genie.model.node import GPUInfo, NodeStatus, Vendor

@@ -1,5 +1,5 @@
-"""`python -m genie.agent`: joins a cluster with --join, then runs the agent until SIGTERM, which ends its jobs,
-or until KEEP_JOBS_SIGNAL, which does not.
+"""`python -m genie.agent`: joins a cluster with --join, then runs the agent until SIGTERM, which ends its
+jobs, or until KEEP_JOBS_SIGNAL, which does not.
 
 Users run `genie join` or `genie up`, which start this process. Prefer --token-file or GENIE_TOKEN to --token:
 every user of the machine can read the arguments of a process.
@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from genie import config, hardware
-from genie.agent.adoption import KEEP_JOBS_SIGNAL
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher, kill_jobs_of_stopped_agents
-from genie.agent.leftovers import CONTROL_GROUP_PREFIX
+from genie.agent.leftovers import CONTROL_GROUP_PREFIX, KEEP_JOBS_SIGNAL
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint

@@ -32,18 +32,12 @@ class NodeLease:
         """Applies from the next extension."""
         self.ttl_s = ttl_s
 
-    def adopt(self, *, expires_at_s: float) -> None:
-        """Continues the lease of the earlier agent whose jobs this one has adopted. `expires_at_s`: when the
-        dead-man timer of one of them expires, which is not after that lease."""
-        self.expires_at_s = max(self.expires_at_s, expires_at_s)
-
     def extend(self, *, sent_at_s: float) -> None:
         """Rule (a). Never shortens the lease."""
         self.expires_at_s = max(self.expires_at_s, sent_at_s + LEASE_TTL_SHARE * self.ttl_s)
 
     def extend_without_leader(self, *, requested_at_s: float) -> None:
-        """Rule (b). An expired lease stays expired: another controller may have led in between. An adopted
-        one is not extended before the agent has registered: its time to live is not known."""
+        """Rule (b). An expired lease stays expired: another controller may have led in between."""
         if requested_at_s <= self.expires_at_s:
             self.extend(sent_at_s=requested_at_s)
 
@@ -51,7 +45,7 @@ class NodeLease:
         return now_s < self.expires_at_s
 
     def has_expired(self, now_s: float) -> bool:
-        """False before it begins: then no job has been started under it."""
+        """False before it begins: an adopted job may have a dead-man timer that has not expired."""
         return float("-inf") < self.expires_at_s <= now_s
 
     def grace_after_lease_expiry_s(self, configured_s: float) -> float:

@@ -26,7 +26,14 @@ from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import EXIT_REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan, encode_plan, try_decode_plan
 from genie.config import AgentConfig
-from genie.errors import FencedError, GenieError, LaunchError, NodeUnfitError, WorkersMissingError
+from genie.errors import (
+    FencedError,
+    GenieError,
+    LaunchError,
+    NameInvalidError,
+    NodeUnfitError,
+    WorkersMissingError,
+)
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import CLIENT_LOST_EXIT_CODE, JobKind, Workdir
 from genie.model.messages import (
@@ -168,7 +175,7 @@ class NodeJobs:
         """Takes over the jobs that an earlier agent has left running; kills all of its other processes and
         returns their number. Blocks.
 
-        The leader must extend the lease before it expires for them, as for the earlier agent.
+        Their dead-man timers are not extended before a leader has acknowledged a heartbeat.
         """
         adopted, killed_count = self._launcher.adopt_jobs_and_kill_leftovers(
             self._journal.jobs_dir, may_adopt=self._is_last_launch
@@ -181,14 +188,15 @@ class NodeJobs:
                 started_s=each.started_s,
                 kill_reason=each.kill_reason,
             )
-            if each.deadman_expiry_s is not None:
-                self._lease.adopt(expires_at_s=each.deadman_expiry_s)
             _log.info("adopted job %s (epoch %d) of an earlier agent", job_id, each.record.epoch)
         return killed_count
 
     def _is_last_launch(self, record: JobRecord) -> bool:
         """Whether this is the last launch of the job on this node. The job may have damaged its record."""
-        accepted = self._journal.read_job_record(record.job_id)
+        try:
+            accepted = self._journal.read_job_record(record.job_id)
+        except NameInvalidError:
+            return False
         return accepted is None or accepted.epoch == record.epoch
 
     def load_journal(self) -> None:
@@ -251,10 +259,7 @@ class NodeJobs:
     def gpu_ids_in_use(self) -> frozenset[int]:
         """IDs of the accelerators that may have a process of a job."""
         return frozenset(
-            gpu_id
-            for job in self.live_jobs.values()
-            for gpu_id in job.gpu_ids
-            if job.has_started
+            gpu_id for job in self.live_jobs.values() for gpu_id in job.gpu_ids if job.has_started
         )
 
     def describe_unkillable_processes_on_gpu(self, gpu_id: int) -> str:

@@ -35,8 +35,8 @@ AGENT_LOCK_FILE = "agent.lock"
 LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
 PREPARED_LAUNCHES_DIR = "prepared"
-"""Has a file for each job that is prepared and whose start was not attempted yet. The files are not synced, so
-this holds only until the machine is restarted."""
+"""Has a file for each job that is prepared and whose start was not attempted yet. The files are not synced,
+so this holds only until the machine is restarted."""
 SHIM_SOCKETS_DIR = "shims"
 """Has a socket for each running job, at which the next agent of the node connects to its shim."""
 _DISCARDED_NAME_PREFIX = "."
@@ -178,14 +178,18 @@ class Journal:
 
     def take_prepared_launches(self, *, boot_id: str) -> list[tuple[JobRecord, bytes]]:
         """Launches of this boot that were prepared but neither started nor ended. Removes all others."""
-        found = []
+        found, known_ids = [], self.list_job_ids()
         for path in sorted((self.node_dir / PREPARED_LAUNCHES_DIR).glob("*")):
             job_id, _, epoch = path.name.rpartition(".")
-            record = self.read_job_record(job_id)
+            record = self.read_job_record(job_id) if job_id in known_ids else None
             has_ended = any(
                 job_files.path_exists(self.job_dir(job_id) / name) for name in ("exit.json", "settled.json")
             )
-            if record is not None and (str(record.epoch), record.boot_id) == (epoch, boot_id) and not has_ended:
+            if (
+                record is not None
+                and (str(record.epoch), record.boot_id) == (epoch, boot_id)
+                and not has_ended
+            ):
                 found.append((record, path.read_bytes()))
             else:
                 job_files.try_unlink(path)

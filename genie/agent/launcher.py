@@ -1,8 +1,8 @@
 """Starts and ends the processes of jobs: the `JobLauncher` protocol and `ShimLauncher`.
 
 `ShimLauncher` runs each job under a shim (shim.py), which it controls over a connection. It adopts the shims
-of an earlier agent (adoption.py). A job has ended when all of its processes have (leftovers.py). genie/sim has
-a launcher without processes. Preparing a job is preparation.py's task.
+of an earlier agent. A job has ended when all of its processes have (leftovers.py). genie/sim has a launcher
+without processes. Preparing a job is preparation.py's task.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from typing import Protocol
 
 import msgspec
 
-from genie.agent import adoption, job_files, leftovers, shim
-from genie.agent.adoption import AdoptedJob, ShimConnection
+from genie.agent import job_files, leftovers, shim
 from genie.agent.journal import (
     AGENT_LOCK_FILE,
     SHIM_SOCKETS_DIR,
     JobRecord,
     parse_exit_record,
 )
-from genie.agent.leftovers import JOB_DIR_VARIABLE, JobProcesses
+from genie.agent.leftovers import JOB_DIR_VARIABLE, AdoptedJob, JobProcesses, ShimConnection
 from genie.errors import NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.processes import cgroups, files, process_table
@@ -130,8 +129,8 @@ class JobLauncher(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases running jobs: the next agent of the node adopts them, unless their dead-man timers end them
-        before."""
+        """Releases running jobs: the next agent of the node adopts them, unless their dead-man timers have
+        ended them before."""
         ...
 
 
@@ -192,13 +191,15 @@ class ShimLauncher:
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
         adopted, rejected = [], {}
-        for connection in adoption.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
+        for connection in leftovers.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
             record = connection.greeting.job
             if record.job_id not in self._shims and may_adopt(record):
                 self._adopt_shim(connection, jobs_dir / record.job_id)
                 adopted.append(connection.greeting.as_adopted_job())
             else:
-                _log.error("ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch)
+                _log.error(
+                    "ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch
+                )
                 rejected[connection.greeting.shim_process] = record.job_id
                 connection.control_socket.close()
                 connection.socket_path.unlink(missing_ok=True)
@@ -238,7 +239,9 @@ class ShimLauncher:
         left = _find_leftovers(
             jobs_dir,
             parents,
-            adopted_groups={group for each in self._shims.values() for group in each.processes.control_groups},
+            adopted_groups={
+                group for each in self._shims.values() for group in each.processes.control_groups
+            },
             adopted_job_ids=frozenset(self._shims),
         )
         left.recorded_processes |= rejected_shims
@@ -345,7 +348,9 @@ class ShimLauncher:
             with theirs, contextlib.ExitStack() as stack:
                 listen_fd = -1
                 if plan.socket_path is not None:
-                    listen_fd = stack.enter_context(adoption.listen(plan.socket_path)).fileno()
+                    listen_fd = stack.enter_context(
+                        leftovers.listen_for_next_agent(plan.socket_path)
+                    ).fileno()
                 process = _spawn_shim(
                     plan, theirs.fileno(), deadman_expiry_s, listen_fd=listen_fd, group=group
                 )

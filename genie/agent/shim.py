@@ -9,7 +9,7 @@ job is in a control group, if the agent has created one; the shim is not.
 
 On the control connection the agent sends lines: `r UNTIL` (may run until UNTIL, monotonic clock) and
 `k ["REASON", GRACE_S]` (end it). The shim replies with one line, the exit record, and closes the connection.
-The first connection is inherited. The next agent of the node connects to the listening socket (adoption.py);
+The first connection is inherited. The next agent of the node connects to the listening socket (leftovers.py);
 the shim then sends a greeting, and uses that connection instead of the earlier one.
 """
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from genie.agent.adoption import AdoptedJob
 from genie.agent.jobs import CONTACT_LOST_REASON
 from genie.agent.journal import JobRecord
 from genie.agent.launcher import LaunchPlan
+from genie.agent.leftovers import AdoptedJob
 from genie.model.allocation import FULL_MILLI
 from genie.model.job import parse_worker_name
 from genie.model.messages import ExitReport
@@ -308,7 +308,6 @@ def _make_adopted_job(process: SimProcess) -> AdoptedJob:
     return AdoptedJob(
         record=process.record,
         started_s=process.started_s,
-        deadman_expiry_s=process.deadman_expiry_s if process.has_deadman_timer else None,
         kill_reason=process.termination_reason,
     )
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from genie.agent import joining
-from genie.agent.adoption import KEEP_JOBS_SIGNAL
 from genie.agent.identity import AGENTS_DIR, read_controller_addresses
 from genie.agent.journal import REGISTERED_FILE
 from genie.agent.launcher import kill_jobs_of_stopped_agents
+from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.nodes.admission import check_bind_address

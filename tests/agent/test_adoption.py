@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from genie.agent import adoption, preparation, shim
+from genie.agent import leftovers, preparation, shim
 from genie.agent.journal import JobRecord, Journal
 from genie.agent.launcher import LaunchPlan, ShimLauncher, encode_plan
 from genie.agent.logs import read_log_chunk
@@ -73,7 +73,7 @@ async def make_launcher() -> AsyncIterator[MakeLauncher]:
         each.close()
 
 
-def adopt_all(launcher: ShimLauncher, directory: Path) -> list[adoption.AdoptedJob]:
+def adopt_all(launcher: ShimLauncher, directory: Path) -> list[leftovers.AdoptedJob]:
     adopted, _ = launcher.adopt_jobs_and_kill_leftovers(directory / "jobs", may_adopt=lambda record: True)
     return adopted
 
@@ -98,7 +98,6 @@ async def test_adopted_job_continues_and_its_exit_and_log_are_complete(
     (job,) = adopt_all(second, tmp_path)
     assert (job.record, job.kill_reason) == (plan.record, "")
     assert started_after_s < job.started_s < time.monotonic()
-    assert job.deadman_expiry_s == pytest.approx(started_after_s + LONG_S, abs=LONG_S / 2)
     assert second.running_jobs_and_kill_errors() == {"job-1": ""}
     (plan.work_dir / "go").touch()
     report = await wait_for_exit(second)
@@ -115,8 +114,7 @@ async def test_adopted_job_can_be_killed(
     first, second = make_launcher(), make_launcher()
     await first.start_job(plan, deadman_expiry_s=0.0)
     first.close()
-    (job,) = adopt_all(second, tmp_path)
-    assert job.deadman_expiry_s is None
+    adopt_all(second, tmp_path)
     second.kill_job("job-1", reason="cancelled by its owner")
     assert (await wait_for_exit(second)).reason == "cancelled by its owner"
 
@@ -216,7 +214,7 @@ async def test_shim_that_does_not_respond_is_killed_with_its_job(
     first.close()
     record = json.loads((tmp_path / "jobs" / "job-1" / "started.json").read_text())
     assert process_table.send_signal(*record["shim"], signal.SIGSTOP)
-    monkeypatch.setattr(adoption.connect_to_shims, "__kwdefaults__", {"timeout_s": 0.2})
+    monkeypatch.setattr(leftovers.connect_to_shims, "__kwdefaults__", {"timeout_s": 0.2})
     assert adopt_all(second, tmp_path) == []
     assert not worker.is_alive
     assert "could not adopt the job of the shim at job-1.7: it does not respond" in caplog.text
@@ -245,7 +243,7 @@ async def test_socket_path_may_be_longer_than_a_socket_address(
     plan = make_adoptable_plan(*STAY, record=record, socket_path=state_dir / "shims" / name)
     await first.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
     first.close()
-    (connection,) = adoption.connect_to_shims(state_dir / "shims")
+    (connection,) = leftovers.connect_to_shims(state_dir / "shims")
     connection.control_socket.close()
     second.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
 
@@ -398,7 +396,11 @@ async def test_launch_is_not_repeated_if_the_job_may_have_run(
     journal = Journal(node_dir)
     journal.open()
     record = JobRecord(
-        job_id="j1", epoch=4 if case == "earlier epoch" else 3, incarnation=1, accepted_at=1.0, boot_id=boot_id
+        job_id="j1",
+        epoch=4 if case == "earlier epoch" else 3,
+        incarnation=1,
+        accepted_at=1.0,
+        boot_id=boot_id,
     )
     journal.record_launch(record)
     journal.store_prepared_launch(msgspec.structs.replace(record, epoch=3), encode_plan(plan))

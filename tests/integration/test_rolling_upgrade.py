@@ -15,7 +15,7 @@ import pytest
 
 from genie import config
 from genie.agent import joining
-from genie.agent.adoption import KEEP_JOBS_SIGNAL
+from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings
 from genie.errors import GenieError

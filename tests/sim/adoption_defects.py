@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from genie.agent.adoption import AdoptedJob
-from genie.agent.heartbeats import NodeLease
 from genie.agent.jobs import NodeJobs
 from genie.agent.journal import JobRecord, Journal
+from genie.agent.leftovers import AdoptedJob
 from genie.controller.nodes.agents import Agents
 from genie.model.messages import Register
 from genie.sim.processes import SimLauncher
@@ -54,12 +53,7 @@ def _plant_jobs_kept_without_adoption(patch: pytest.MonkeyPatch) -> None:
 
 
 def _make_adopted_job(record: JobRecord) -> AdoptedJob:
-    return AdoptedJob(record=record, started_s=0.0, deadman_expiry_s=None, kill_reason="")
-
-
-def _plant_lease_that_a_restart_ends(patch: pytest.MonkeyPatch) -> None:
-    """A restarted agent treats the lease of the earlier one as expired."""
-    patch.setattr(NodeLease, "adopt", lambda self, *, expires_at_s: None)
+    return AdoptedJob(record=record, started_s=0.0, kill_reason="")
 
 
 def _plant_dead_man_timers_extended_by_a_restart(patch: pytest.MonkeyPatch) -> None:
@@ -68,8 +62,7 @@ def _plant_dead_man_timers_extended_by_a_restart(patch: pytest.MonkeyPatch) -> N
 
     def adopt(self: NodeJobs) -> int:
         count = real(self)
-        self._lease.adopt(expires_at_s=self._clock.monotonic_s() + 60.0)
-        self._launcher.extend_deadman_timers(self._lease.expires_at_s)
+        self._launcher.extend_deadman_timers(self._clock.monotonic_s() + 60.0)
         return count
 
     patch.setattr(NodeJobs, "adopt_jobs_and_kill_leftovers", adopt)
@@ -82,22 +75,19 @@ def _plant_launches_that_a_restart_forgets(patch: pytest.MonkeyPatch) -> None:
 
 ADOPTION_DEFECTS = {
     "jobs that are not adopted": Defect(
-        _plant_jobs_that_are_not_adopted, "skew", ("upgrade_node",), (0, 1), "without a fault"
+        _plant_jobs_that_are_not_adopted, "skew", ("upgrade_node",), (3, 4), "without a fault"
     ),
     "registration that ends adopted jobs": Defect(
-        _plant_registration_that_ends_adopted_jobs, "skew", ("upgrade_node",), (0, 1), "without a fault"
+        _plant_registration_that_ends_adopted_jobs, "skew", ("upgrade_node",), (3, 4), "without a fault"
     ),
     "jobs kept without adoption": Defect(
         _plant_jobs_kept_without_adoption, "power", ("power_node",), (0, 1), "have not ended"
-    ),
-    "lease that a restart ends": Defect(
-        _plant_lease_that_a_restart_ends, "recovery", ("restart_agents",), (0, 1), "without a fault"
     ),
     "dead-man timers extended by a restart": Defect(
         _plant_dead_man_timers_extended_by_a_restart,
         "outage",
         ("isolate_node", "restart_repeatedly"),
-        (0, 1),
+        (5, 14),
         "of another epoch",
     ),
     "launches that a restart forgets": Defect(

@@ -14,6 +14,7 @@ import pytest
 
 from genie.agent import heartbeats
 from genie.agent.jobs import NodeJobs
+from genie.agent.leftovers import AdoptedJob
 from genie.model.job import Job, JobState
 from genie.sim import loop
 from genie.sim.cluster import CONTROLLER_CONFIG, SimCluster
@@ -141,7 +142,12 @@ def _any_seed_violates(
 def test_simulation_detects_an_agent_that_leaves_orphans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SimLauncher, "kill_leftovers", lambda self, jobs_dir: 0)
+    """It neither adopts nor kills them."""
+
+    def leave(self: SimLauncher, jobs_dir: Path, *, may_adopt: object) -> tuple[list[AdoptedJob], int]:
+        return [], 0
+
+    monkeypatch.setattr(SimLauncher, "adopt_jobs_and_kill_leftovers", leave)
     assert _any_seed_violates(tmp_path, ("crash_node",))
 
 

@@ -381,7 +381,7 @@ def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _keep_jobs_at_signal(supervisor: Supervisor) -> Iterator[None]:
     """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of this machine."""
-    from genie.agent.adoption import KEEP_JOBS_SIGNAL
+    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 
     def stop() -> None:
         supervisor.keep_jobs_on_stop()

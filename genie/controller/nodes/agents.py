@@ -480,8 +480,7 @@ class Agents:
         await self._lifecycle.record_lost_workers(
             LostWorker(hold.job_id, node_id, hold.epoch, f"node {node_id} restarted")
             for hold in (held.holds if held else ())
-            if hold.incarnation < request.node.incarnation
-            and (hold.job_id, hold.epoch) not in running
+            if hold.incarnation < request.node.incarnation and (hold.job_id, hold.epoch) not in running
         )
 
     async def _settle_exits_and_find_kills(

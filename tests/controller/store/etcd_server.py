@@ -90,7 +90,7 @@ class EtcdServer:
         self._end(signal.SIGKILL)
 
     def suspend(self) -> None:
-        """Sends SIGSTOP: connections stay open, but no request is answered. Waits until every thread stops."""
+        """Sends SIGSTOP: connections stay open, but no request is answered. Waits until all threads stop."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         threads = Path(f"/proc/{self._process.pid}/task")
