@@ -13,11 +13,13 @@ import msgspec
 
 from genie.agent.identity import write_controller_addresses
 from genie.agent.journal import JobRecord, Journal
+from genie.agent.launcher import LaunchPlan, encode_plan
 from genie.controller.backups.backup_file import BackupHeader, BackupWriter, encode_rows
 from genie.controller.election import Election, LeaderRecord, StoreHealth
 from genie.controller.ledger import Ledger, LedgerTable
 from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerRelease
 from genie.controller.store import KeyValue, Store
+from genie.model.job import JobKind
 from genie.model.messages import ExitReport, Message, Report, Request
 from genie.processes.clock import SystemClock
 from genie.processes.process_identity import ProcessIdentity
@@ -100,6 +102,37 @@ def record_rows() -> dict[str, dict[str, object]]:
     return recorded
 
 
+def make_sample_plan() -> LaunchPlan:
+    """A prepared launch, which the next agent of the node starts."""
+    record = JobRecord(
+        job_id="j-2",
+        epoch=6,
+        incarnation=3,
+        accepted_at=1002.5,
+        gpu_ids=(1,),
+        tenant="red",
+        gpu_milli=500,
+        kind=JobKind.SESSION,
+        has_deadman_timer=False,
+        boot_id="boot-1",
+    )
+    return LaunchPlan(
+        job_id="j-2",
+        epoch=6,
+        argv=("python", "train.py"),
+        env={"A": "1"},
+        directory=Path("/state/jobs/j-2"),
+        work_dir=Path("/state/jobs/j-2/work"),
+        log_file_bytes_max=4096,
+        log_files_max=3,
+        grace_s=5.0,
+        deadman_grace_s=1.5,
+        has_deadman_timer=False,
+        record=record,
+        socket_path=Path("/state/shims/j-2.6"),
+    )
+
+
 def write_files(directory: Path) -> None:
     """The files that programs of other releases may read, with fixed values."""
     node = directory / "node"
@@ -113,6 +146,10 @@ def write_files(directory: Path) -> None:
         journal.record_launch(
             JobRecord(job_id="j-1", epoch=5, incarnation=3, accepted_at=1001.5, gpu_ids=(0, 2))
         )
+        plan = make_sample_plan()
+        assert plan.record is not None
+        journal.record_launch(plan.record)
+        journal.store_prepared_launch(plan.record, encode_plan(plan))
         journal.write_exit_record(make_sample_exit())
     finally:
         journal.close()

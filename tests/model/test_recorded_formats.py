@@ -17,6 +17,7 @@ from msgspec import inspect
 
 from genie.agent.identity import read_controller_addresses
 from genie.agent.journal import JobRecord, Journal
+from genie.agent.launcher import try_decode_plan
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.ledger import LedgerTable
 from genie.controller.rows import ClusterRecord
@@ -38,6 +39,7 @@ from tests.model.record_formats import (
     list_row_types,
     list_written_files,
     make_sample_exit,
+    make_sample_plan,
     record_all,
     write_files,
 )
@@ -168,6 +170,9 @@ def test_recorded_files_are_read(release: str, tmp_path: Path) -> None:
             job_id="j-1", epoch=5, incarnation=3, accepted_at=1001.5, gpu_ids=(0, 2)
         )
         assert journal.unsettled_exits() == {"j-1": make_sample_exit()}
+        plan = make_sample_plan()
+        ((record, body),) = journal.take_prepared_launches(boot_id="boot-1")
+        assert (record, try_decode_plan(body)) == (plan.record, plan)
     finally:
         journal.close()
     backup = BackupReader(tmp_path / "backup")
@@ -203,6 +208,9 @@ def test_files_of_a_newer_release_are_read_without_their_new_fields(tmp_path: Pa
         assert journal.leader_token == 41
         assert journal.read_job_record("j-1") is not None
         assert journal.unsettled_exits() == {"j-1": make_sample_exit()}
+        plan = make_sample_plan()
+        ((record, body),) = journal.take_prepared_launches(boot_id="boot-1")
+        assert (record, try_decode_plan(body)) == (plan.record, plan)
     finally:
         journal.close()
     assert LocalCluster.read(tmp_path) is not None
