@@ -29,6 +29,7 @@ import msgspec
 from genie.agent import job_files, leftovers, shim
 from genie.agent.journal import (
     AGENT_LOCK_FILE,
+    PREPARED_LAUNCHES_DIR,
     SHIM_SOCKETS_DIR,
     JobRecord,
     parse_exit_record,
@@ -456,8 +457,8 @@ def kill_jobs_of_stopped_agents(agents_dir: Path, *, excluded_node_id: str = "")
 
 
 def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
-    """Kills what an agent that was killed has left running, if no agent of the node runs now. Returns the
-    number of processes. Blocks."""
+    """Kills what an agent that was killed has left running, and removes what it has left to be started, if no
+    agent of the node runs now. Returns the number of processes. Blocks."""
     if not (node_dir / "jobs").is_dir():
         return 0
     try:
@@ -470,6 +471,8 @@ def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
     try:
         groups = leftovers.read_recorded_control_groups(node_dir / leftovers.CONTROL_GROUPS_FILE)
         count, survivors = _find_leftovers(node_dir / "jobs", groups).kill_all_processes()
+        for name in (PREPARED_LAUNCHES_DIR, SHIM_SOCKETS_DIR):
+            job_files.try_remove_tree(node_dir / name)
     finally:
         lock.release()
     if survivors:

@@ -19,7 +19,7 @@ import pytest
 
 from genie.agent import leftovers, preparation, shim
 from genie.agent.journal import JobRecord, Journal
-from genie.agent.launcher import LaunchPlan, ShimLauncher, encode_plan
+from genie.agent.launcher import LaunchPlan, ShimLauncher, encode_plan, kill_jobs_of_stopped_agent
 from genie.agent.logs import read_log_chunk
 from genie.errors import NodeUnfitError, WorkersMissingError
 from genie.model.job import JobKind
@@ -415,6 +415,22 @@ async def test_launch_is_not_repeated_if_the_job_may_have_run(
         assert controller.registers[-1].running == ()
         assert controller.confirms == []
     assert list((node_dir / "prepared").iterdir()) == []
+
+
+def test_prepared_launch_is_removed_when_the_jobs_of_a_stopped_agent_are_ended(
+    node_dir: Path, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    """`genie down` ends jobs; none starts after the next `genie up`."""
+    journal = Journal(node_dir)
+    journal.open()
+    record = JobRecord(job_id="j1", epoch=3, incarnation=1, accepted_at=1.0, boot_id="this")
+    journal.record_launch(record)
+    journal.store_prepared_launch(record, encode_plan(make_plan("true")))
+    assert kill_jobs_of_stopped_agent(node_dir) == 0, "the agent runs"
+    assert len(journal.take_prepared_launches(boot_id="this")) == 1
+    journal.close()
+    assert kill_jobs_of_stopped_agent(node_dir) == 0, "no process"
+    assert journal.take_prepared_launches(boot_id="this") == []
 
 
 async def test_earlier_epoch_of_a_job_is_not_adopted(

@@ -168,6 +168,27 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
     elsewhere.close()
 
 
+async def test_agent_of_another_control_group_adopts_a_job_with_its_group(
+    launcher_with_cgroup: ShimLauncher, cgroup_path: str, make_plan: MakePlan, tmp_path: Path
+) -> None:
+    """Also the processes that have escaped from a shim which is killed after the adoption."""
+    record = JobRecord(job_id="job-1", epoch=7, incarnation=1, accepted_at=1.0)
+    plan = make_plan(sys.executable, "-c", ESCAPE, record=record, socket_path=tmp_path / "shims" / "job-1.7")
+    earlier = ShimLauncher(cgroup_path)
+    earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
+    stray = await _wait_for_escaped_process(plan)
+    _abandon_shim(earlier)
+    elsewhere = ShimLauncher(None)
+    adopted, count = elsewhere.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: True)
+    assert (len(adopted), count, stray.is_alive) == (1, 0, True)
+    (plan.work_dir / "go").touch()
+    await _wait_for_exit(elsewhere)
+    assert not stray.is_alive
+    assert list(cgroups.children(cgroup_path)) == []
+    elsewhere.close()
+
+
 async def test_job_that_cannot_enter_its_control_group_is_a_failure_of_the_node(
     launcher_with_cgroup: ShimLauncher, make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
