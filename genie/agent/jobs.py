@@ -416,9 +416,6 @@ class NodeJobs:
         try:
             plan = await prepare()
             await self._confirm_launch(job)
-            await self._launch_context.offload(
-                partial(self._journal.discard_prepared_launch, job_id, job.epoch)
-            )
             await self._launcher.start_job(plan, deadman_expiry_s=self._lease.expires_at_s)
             job.started_s = self._clock.monotonic_s()
             if job.kill_reason:
@@ -469,6 +466,7 @@ class NodeJobs:
             has_deadman_timer=launch.has_deadman_timer,
             record=job.record,
             socket_path=self._journal.shim_socket_path(launch.job_id, job.epoch),
+            prepared_path=self._journal.prepared_launch_path(launch.job_id, job.epoch),
         )
 
     async def _fetch_and_unpack_workdir(self, job: LocalJob, workdir: Workdir) -> None:

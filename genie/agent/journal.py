@@ -160,8 +160,8 @@ class Journal:
         return self.node_dir / SHIM_SOCKETS_DIR / f"{job_id}.{epoch}"
 
     def store_prepared_launch(self, record: JobRecord, plan: bytes) -> None:
-        """Keeps what is needed to start a job until `discard_prepared_launch`. Raises StoreFullError."""
-        path = self._prepared_launch_path(record.job_id, record.epoch)
+        """Keeps what is needed to start a job until the launcher starts it. Raises StoreFullError."""
+        path = self.prepared_launch_path(record.job_id, record.epoch)
         files.make_private_directory(path.parent)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -173,8 +173,8 @@ class Journal:
             ) from error
 
     def discard_prepared_launch(self, job_id: str, epoch: int) -> None:
-        """Call before the start of the job. Raises OSError."""
-        self._prepared_launch_path(job_id, epoch).unlink(missing_ok=True)
+        """Call when the job has ended without a start. Raises OSError."""
+        self.prepared_launch_path(job_id, epoch).unlink(missing_ok=True)
 
     def take_prepared_launches(self, *, boot_id: str) -> list[tuple[JobRecord, bytes]]:
         """Launches of this boot that were prepared but neither started nor ended. Removes all others."""
@@ -182,20 +182,21 @@ class Journal:
         for path in sorted((self.node_dir / PREPARED_LAUNCHES_DIR).glob("*")):
             job_id, _, epoch = path.name.rpartition(".")
             record = self.read_job_record(job_id) if job_id in known_ids else None
-            has_ended = any(
-                job_files.path_exists(self.job_dir(job_id) / name) for name in ("exit.json", "settled.json")
-            )
             if (
                 record is not None
                 and (str(record.epoch), record.boot_id) == (epoch, boot_id)
-                and not has_ended
+                and not self._has_exit_record(job_id)
             ):
                 found.append((record, path.read_bytes()))
             else:
                 job_files.try_unlink(path)
         return found
 
-    def _prepared_launch_path(self, job_id: str, epoch: int) -> Path:
+    def _has_exit_record(self, job_id: str) -> bool:
+        names = ("exit.json", "settled.json")
+        return any(job_files.path_exists(self.job_dir(job_id) / name) for name in names)
+
+    def prepared_launch_path(self, job_id: str, epoch: int) -> Path:
         return self.node_dir / PREPARED_LAUNCHES_DIR / f"{job_id}.{epoch}"
 
     def read_job_record(self, job_id: str) -> JobRecord | None:

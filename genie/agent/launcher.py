@@ -72,6 +72,9 @@ class LaunchPlan:
     socket_path: Path | None = None
     """Where the next agent of the node connects to the shim. The job can only be adopted with this and
     `record`."""
+    prepared_path: Path | None = None
+    """The file with this plan, which the next agent of the node would start. It is removed immediately before
+    the shim is started."""
 
 
 def encode_plan(plan: LaunchPlan) -> bytes:
@@ -638,6 +641,8 @@ def _spawn_shim(
     files.write_private(path, json.dumps(config).encode())
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:
+        if plan.prepared_path is not None:
+            plan.prepared_path.unlink(missing_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,

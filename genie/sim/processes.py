@@ -243,6 +243,8 @@ class SimLauncher:
         if self.is_agent_dead:
             return
         assert plan.record is not None
+        assert plan.prepared_path is not None
+        plan.prepared_path.unlink()
         seconds = float(plan.env.get(DURATION_ENV_VARIABLE, "1"))
         gpus = plan.env.get("GENIE_JOB_GPUS", "")
         process = SimProcess(

@@ -433,6 +433,24 @@ def test_prepared_launch_is_removed_when_the_jobs_of_a_stopped_agent_are_ended(
     assert journal.take_prepared_launches(boot_id="this") == []
 
 
+async def test_plan_is_removed_before_the_shim_is_started(
+    controller: FakeController, node_dir: Path, run_agent: RunAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next agent could start a job a second time."""
+    found: list[bool] = []
+    real = subprocess.Popen
+
+    def start(command: list[str], **given: object) -> subprocess.Popen[bytes]:
+        found.append((node_dir / "prepared" / "j1.1").exists())
+        return real(command, **given)  # type: ignore[call-overload, no-any-return]
+
+    async with run_agent():
+        monkeypatch.setattr("genie.agent.launcher.subprocess.Popen", start)
+        await controller.launch("j1", "true")
+        assert (await controller.end_of("j1")).exit_code == 0
+    assert found == [False]
+
+
 async def test_earlier_epoch_of_a_job_is_not_adopted(
     controller: FakeController, node_dir: Path, start_agent_process: StartAgent
 ) -> None:

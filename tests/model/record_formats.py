@@ -130,6 +130,7 @@ def make_sample_plan() -> LaunchPlan:
         has_deadman_timer=False,
         record=record,
         socket_path=Path("/state/shims/j-2.6"),
+        prepared_path=Path("/state/prepared/j-2.6"),
     )
 
 
