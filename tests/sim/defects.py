@@ -433,7 +433,7 @@ DEFECTS = {
         _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
     ),
     "retries without backoff": Defect(
-        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (45, 82, 89), "requests in"
+        _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (37, 89, 95), "requests in"
     ),
     "lease not renewed while loading": Defect(
         _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (1, 7), "no controller has led"
