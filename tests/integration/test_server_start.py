@@ -166,7 +166,7 @@ def test_removed_nodes_join_again_under_their_names(servers: tuple[Server, Serve
         assert list_nodes(first)["n1"] == "healthy"
 
         second.run("down")
-        started = second.run("up", "--detach")
+        started = second.run("up", "--agent", "--detach")
         assert "no agent was started: the cluster does not accept node s2" in started.stderr
         assert "'genie up --rejoin'" in started.stderr
         running = local_cluster.find_running_cluster(second.state_dir)
