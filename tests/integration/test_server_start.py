@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from genie.controller.etcd.local_member import LocalMember
 from genie.supervisor import local_cluster
 from tests.integration.test_servers import Server
 from tests.needs import require_program
@@ -33,9 +34,15 @@ def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     try:
         first.start_first()
         second.join(first.where, first.create_server_token(tmp_path / "server.token"))
+        wait_until(lambda: knows(first, second), timeout_s=60, what="the first one has stored the address")
         yield first, second
     finally:
         stop(first, second)
+
+
+def knows(server: Server, other: Server) -> bool:
+    member = LocalMember.read(server.state_dir)
+    return member is not None and f"{other.host}:{other.ports[1]}" in member.endpoints
 
 
 def stop(*servers: Server) -> None:
