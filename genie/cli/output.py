@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 _COLUMN_GAP_CHARS = 2
 _LAST_COLUMN_CHARS_MIN = 24
 _COLUMN_CHARS_MIN = 6
-_TO_LAST_LINE = "\x1b[1A\x1b[K"
-"""Moves the cursor of a terminal to the line above and clears that."""
+_TERMINAL_UPDATE_INTERVAL_S = 1.0
 # Replaces arguments of genie.init() in library messages by command-line options.
 _OPTION_NAME_REPLACEMENTS = (
     (r"master_addr is not given", "no address given"),
@@ -85,28 +84,35 @@ def print_message(text: str) -> None:
 
 class ProgressPrinter:
     """Prints lines of progress to standard error. A line that begins with "waiting for" may be repeated: on a
-    terminal it is one line, updated with the time since it first appeared; elsewhere only changes are
-    printed."""
+    terminal it is replaced about once per second, with the time since the first one; elsewhere only changes
+    are printed."""
 
     def __init__(self) -> None:
         self._waiting_line = ""
         self._waiting_since_s = 0.0
+        self._next_update_at_s = 0.0
+        self._rows_on_terminal = 0
 
     def __call__(self, line: str) -> None:
         if not line.startswith("waiting for "):
-            self._waiting_line = ""
+            self._waiting_line, self._rows_on_terminal = "", 0
             print_message(line)
             return
         is_first, is_changed = not self._waiting_line, line != self._waiting_line
-        self._waiting_line = line
+        now_s, self._waiting_line = time.monotonic(), line
         if is_first:
-            self._waiting_since_s = time.monotonic()
-        if sys.stderr.isatty():
-            text = to_one_line(f"{line} ({time.monotonic() - self._waiting_since_s:.0f} s)")
-            up = "" if is_first else _TO_LAST_LINE
-            _write_stderr(f"{up}{text[: shutil.get_terminal_size().columns - 1]}\n")
-        elif is_changed:
-            print_message(line)
+            self._waiting_since_s = self._next_update_at_s = now_s
+        if not sys.stderr.isatty():
+            if is_changed:
+                print_message(line)
+        elif is_changed or now_s >= self._next_update_at_s:
+            self._next_update_at_s = now_s + _TERMINAL_UPDATE_INTERVAL_S
+            self._replace_on_terminal(to_one_line(f"{line} ({now_s - self._waiting_since_s:.0f} s)"))
+
+    def _replace_on_terminal(self, text: str) -> None:
+        to_first_row = f"\x1b[{self._rows_on_terminal}A\x1b[J" if self._rows_on_terminal else ""
+        self._rows_on_terminal = -(-len(text) // max(shutil.get_terminal_size().columns, 1))
+        _write_stderr(f"{to_first_row}{text}\n")
 
 
 def _write_stderr(text: str) -> None:

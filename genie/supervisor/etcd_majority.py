@@ -59,6 +59,10 @@ async def _describe_missing_members(member: LocalMember, child: Child) -> str:
             "that cluster, run 'genie down', remove STATE/controller, STATE/etcd and STATE/owner.token, and "
             "run 'genie join --server'"
         )
+    if not member.endpoints:
+        return (
+            "waiting for the etcd members to elect a leader; this server has stored no address of another one"
+        )
     if not missing:
         return f"{what}; no leader is elected yet"
     return f"{what}; no connection to {', '.join(missing)}"

@@ -410,8 +410,7 @@ async def run_local_cluster(
         if uses_local_etcd(settings):
             async with _raise_on_start_timeout(timeout_s, supervisor, "etcd"):
                 member = await supervisor.launch_etcd()
-            needs_others = is_program and bool(member.endpoints)
-            async with _raise_on_start_timeout(None if needs_others else timeout_s, supervisor, "etcd"):
+            async with _raise_on_start_timeout(None if is_program else timeout_s, supervisor, "etcd"):
                 await supervisor.wait_for_etcd_majority(member)
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             runs_agent = _remember_and_get_runs_agent(settings.paths.state_dir, agent)

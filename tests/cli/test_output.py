@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -128,3 +130,30 @@ def test_json_includes_default_values_in_mappings(capsys) -> None:
     assert json.loads(capsys.readouterr().out) == {
         "by_name": {"one": {"size": 0, "parts": []}, "several": [{"size": 2, "parts": []}]}
     }
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_repeated_waiting_line_is_replaced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = output.ProgressPrinter()
+    progress(f"waiting for s1 {'.' * 40}")
+    progress(f"waiting for s2 {'.' * 40}")
+    progress("done")
+    first, second, done = terminal.getvalue().splitlines()
+    assert first == f"waiting for s1 {'.' * 40} (0 s)"
+    assert second == f"\x1b[2A\x1b[Jwaiting for s2 {'.' * 40} (0 s)", "moves up two rows and clears them"
+    assert done == "done"
+
+
+def test_repeated_waiting_line_is_printed_once_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = output.ProgressPrinter()
+    for line in ("waiting for s1", "waiting for s1", "waiting for s2", "done", "waiting for s2"):
+        progress(line)
+    expected = ["waiting for s1", "waiting for s2", "done", "waiting for s2"]
+    assert capsys.readouterr().err.splitlines() == expected

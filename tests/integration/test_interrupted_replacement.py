@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from genie import config
 from genie.controller.etcd.local_member import LocalMember
@@ -23,6 +24,8 @@ from genie.supervisor.etcd_member import EtcdMemberProcess
 from genie.supervisor.process_records import read_process_record
 from tests.needs import require_program
 from tests.ports import free_ports
+
+pytestmark = pytest.mark.timeout(300)
 
 _COMMAND_TIMEOUT_S = 60
 _JOB = b'{"job":"kept"}'
@@ -42,8 +45,6 @@ def count_renames(event, arguments):
 
 sys.addaudithook(count_renames)
 from genie.cli import main
-
-pytestmark = pytest.mark.timeout(300)
 sys.exit(main())
 """
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.backups.restore import read_cluster_of_backup
+from genie.controller.etcd.local_member import LocalMember
 from tests.integration.test_servers import Server
 from tests.needs import require_program
 from tests.waiting import wait_until
@@ -36,6 +38,11 @@ def start_with_sqlite(server: Server) -> None:
     server.run(
         *("up", "--bind", server.host, "--port", str(server.ports[0]), "--detach"),
     )
+
+
+def knows(server: Server, *others: Server) -> bool:
+    member = LocalMember.read(server.state_dir)
+    return member is not None and {f"{one.host}:{one.ports[1]}" for one in others} <= set(member.endpoints)
 
 
 def fill(server: Server) -> None:
@@ -96,6 +103,8 @@ def test_restore_on_the_server_that_is_left_after_the_loss_of_a_majority(
     fill(first)
     for other in (second, third):
         other.join(first.where, first.create_server_token(tmp_path / f"{other.name}.token"))
+    for server, *others in ((second, first, third), (third, first, second)):
+        wait_until(partial(knows, server, *others), timeout_s=60, what="the server has stored the addresses")
     # Of the three, the one that did not create the cluster is left.
     before = back_up(third, tmp_path / "backup")
     restore = ("store", "restore", str(tmp_path / "backup"))

@@ -34,15 +34,15 @@ def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
     try:
         first.start_first()
         second.join(first.where, first.create_server_token(tmp_path / "server.token"))
-        wait_until(lambda: knows_other_members(first), what="the first server knows the member of the second")
+        wait_until(lambda: knows(first, second), timeout_s=60, what="the first one has stored the address")
         yield first, second
     finally:
         stop(first, second)
 
 
-def knows_other_members(server: Server) -> bool:
+def knows(server: Server, other: Server) -> bool:
     member = LocalMember.read(server.state_dir)
-    return member is not None and bool(member.endpoints)
+    return member is not None and f"{other.host}:{other.ports[1]}" in member.endpoints
 
 
 def stop(*servers: Server) -> None:
