@@ -385,9 +385,13 @@ class Journal:
         return self.jobs_dir / name
 
 
-def parse_exit_record(line: bytes) -> ExitReport:
-    """Parses an exit record from a shim. Raises msgspec.DecodeError."""
-    return _to_exit_report(msgspec.json.decode(line, type=_ExitRecord))
+def parse_exit_record(line: bytes, *, job_id: str, epoch: int) -> ExitReport:
+    """Parses the exit record of a job. Raises msgspec.DecodeError, also if it is that of another one: a job
+    can write anything into its directory."""
+    record = msgspec.json.decode(line, type=_ExitRecord)
+    if (record.job_id, record.epoch) != (job_id, epoch):
+        raise msgspec.ValidationError(f"it is the exit record of {record.job_id!r:.80}, epoch {record.epoch}")
+    return _to_exit_report(record)
 
 
 def _to_optional_exit_report(record: _ExitRecord | None) -> ExitReport | None:

@@ -515,7 +515,9 @@ def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) 
     if ended_shim.socket_path is not None:
         ended_shim.socket_path.unlink(missing_ok=True)
     try:
-        ending.exit_report = parse_exit_record(ended_shim.received_bytes)
+        ending.exit_report = parse_exit_record(
+            ended_shim.received_bytes, job_id=ended_shim.job_id, epoch=ended_shim.epoch
+        )
         survivors = leftovers.parse_survivors(ended_shim.received_bytes)
         # A shim that has sent its record has ended all of its descendants but these.
         if not survivors and not ended_shim.processes.has_process_in_group():
@@ -550,8 +552,12 @@ def _kill_shim_and_describe_survivors(running_shim: _RunningShim) -> str:
 def _read_exit_report(ended_shim: _RunningShim) -> ExitReport:
     """The exit record from the file, or one for a shim that has not written any."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        return parse_exit_record(job_files.read_small_file(ended_shim.directory / "exit.json"))
-    _log.error("the shim of %s exited without an exit record; killing its job", ended_shim.job_id)
+        return parse_exit_record(
+            job_files.read_small_file(ended_shim.directory / "exit.json"),
+            job_id=ended_shim.job_id,
+            epoch=ended_shim.epoch,
+        )
+    _log.error("the shim of %s exited without a valid exit record; killing its job", ended_shim.job_id)
     return ExitReport(
         job_id=ended_shim.job_id,
         epoch=ended_shim.epoch,

@@ -121,7 +121,8 @@ def test_job_id_that_leads_to_another_path_is_rejected(journal: Journal, job_id:
 
 def test_exit_reason_mentions_lost_log_output() -> None:
     line = b'{"job_id":"j","epoch":1,"exit_code":0,"reason":"exit code 0","ended_at":1.0,"log_bytes_lost":9}'
-    assert parse_exit_record(line).reason == "exit code 0; 9 bytes of its output were lost"
+    report = parse_exit_record(line, job_id="j", epoch=1)
+    assert report.reason == "exit code 0; 9 bytes of its output were lost"
 
 
 # --- directories damaged by a job ----------------------------------------------------------------

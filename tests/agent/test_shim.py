@@ -369,6 +369,23 @@ async def test_job_ends_with_a_killed_shim(launcher: ShimLauncher, make_plan: Ma
     assert not stray.is_alive
 
 
+@pytest.mark.parametrize("forged", [{"job_id": "job-2"}, {"epoch": 2**40}])
+async def test_exit_record_of_another_job_is_ignored(
+    launcher: ShimLauncher, make_plan: MakePlan, forged: dict[str, object]
+) -> None:
+    """The job has written it, and has killed its shim."""
+    plan = make_plan("sleep", "300")
+    await launcher.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+    await until((plan.directory / "started.json").exists)
+    record = json.loads((plan.directory / "started.json").read_text())
+    own = {"job_id": plan.job_id, "epoch": plan.epoch, "exit_code": 0, "reason": "forged", "ended_at": 1.0}
+    (plan.directory / "exit.json").write_text(json.dumps(own | forged))
+    assert ProcessIdentity(*record["shim"]).send_signal(signal.SIGKILL)
+    report = await wait_for_exit(launcher)
+    assert (report.job_id, report.epoch, report.exit_code) == (plan.job_id, plan.epoch, None)
+    assert "the shim exited unexpectedly" in report.reason
+
+
 async def test_expired_lease_shortens_the_grace_period(launcher: ShimLauncher, make_plan: MakePlan) -> None:
     script = "trap '' TERM; echo $$ > pid; while :; do sleep 0.01; done"
     plan = make_plan("/bin/sh", "-c", script, grace_s=LONG_S)
