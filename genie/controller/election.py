@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -132,6 +133,8 @@ class Election:
         self._lease_deadline_s = 0.0
         self._led_until_s = clock.monotonic_s()
         self._term_ended_event = asyncio.Event()
+        self._blocks_of_term: set[asyncio.Timeout] = set()
+        """Blocks that end with the term."""
         self.cluster_generation: int | None = None
         """As of the last attempt to win the election; None before."""
         self.leader: LeaderRecord | None = None
@@ -166,6 +169,24 @@ class Election:
             )
         where = self.leader.address if self.leader and self.leader.name != self._controller_name else ""
         raise NotLeaderError.naming_leader("this controller does not lead", leader=where)
+
+    @asynccontextmanager
+    async def end_with_term(self) -> AsyncIterator[None]:
+        """End the block with NotLeaderError as soon as the term ends, or at once without one. A store that
+        does not respond must not delay the reply that this controller does not lead: agents could not
+        distinguish that from their own isolation."""
+        self.require_fencing_token()
+        block = asyncio.timeout(None)
+        try:
+            async with block:
+                self._blocks_of_term.add(block)
+                yield
+        except TimeoutError as error:
+            if not block.expired():
+                raise
+            raise NotLeaderError("this controller no longer leads", hint="try again") from error
+        finally:
+            self._blocks_of_term.discard(block)
 
     async def has_duplicate_controller(self) -> bool:
         """Whether another controller with this name holds the key. Raise DuplicateControllerError if it is
@@ -218,13 +239,16 @@ class Election:
     def step_down(self, reason: str) -> None:
         if self._lease_deadline_s > 0:
             _log.warning("no longer leading: %s", reason)
-        self._clear_lease_deadline()
-        self._term_ended_event.set()
+        self._end_term()
 
-    def _clear_lease_deadline(self) -> None:
+    def _end_term(self) -> None:
         if self._lease_deadline_s > 0:
             self._led_until_s = min(self._lease_deadline_s, self._clock.monotonic_s())
         self._lease_deadline_s = 0.0
+        self._term_ended_event.set()
+        blocks, self._blocks_of_term = self._blocks_of_term, set()
+        for block in blocks:
+            block.reschedule(asyncio.get_running_loop().time())
 
     async def step_down_if_replaced(self) -> None:
         """Step down if the key no longer belongs to this term."""
@@ -234,8 +258,7 @@ class Election:
 
     async def resign(self) -> None:
         """Revoke the lease, so that another controller need not wait until it expires."""
-        self._clear_lease_deadline()
-        self._term_ended_event.set()
+        self._end_term()
         if not self._lease_id:
             return
         try:
@@ -298,6 +321,7 @@ class Election:
             await self._revoke_lease(lease_id)
             raise
         if not result.succeeded:
+            await self.read_leader()  # before anything else: requests can be forwarded to it
             await self._revoke_lease(lease_id)
             return False
         self.leader, self._lease_id = record, lease_id

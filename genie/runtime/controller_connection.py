@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -62,8 +62,12 @@ _NAMED_LEADER_SEARCH_INTERVAL_S = 0.5
 _LEADER_QUERY_TIMEOUT_S = 1.5
 """How long one server is asked whether it leads. Standbys name a leader that has stopped until its lease
 ends: waiting for it must not delay the question to the next server."""
+_LEADER_QUERY_STAGGER_S = 0.25
+"""How long a server may take to answer that question before the next one is asked at the same time."""
 _REPLY_OVERDUE_AFTER_S = 3.0
 """How long a reply may be overdue before another server is asked whether it leads."""
+_REPLY_OVERDUE_INTERVAL_S = 1.0
+"""How often it is then asked again; _LEADER_SEARCH_INTERVAL_S applies to each server."""
 
 ConnectionChangeCallback = Callable[[bool, str], None]
 """Called when the connection was lost (False) or restored (True), with the reason."""
@@ -99,7 +103,10 @@ class ControllerConnection(ControlDataIntegration):
         self._is_connected = asyncio.Event()
         self._is_moving_to_leader = False
         self._is_searching_leader = False
-        self._is_reply_overdue = asyncio.Event()
+        self._is_leader_search_requested = asyncio.Event()
+        self._leader_to_ask_first = ""
+        self._calls_needing_leader: set[object] = set()
+        """Calls that the server in use has rejected because it does not lead, or whose reply is overdue."""
         self._last_error: GenieError | None = None
         self._welcome_of_first_connection: asyncio.Future[Welcome] = (
             asyncio.get_running_loop().create_future()
@@ -125,13 +132,24 @@ class ControllerConnection(ControlDataIntegration):
 
     async def call(self, request: Request[_Reply], *, timeout_s: float, idempotent: bool = True) -> _Reply:
         """Returns the reply of the controller. `idempotent`: the request may be sent twice."""
+        call = object()
+        try:
+            return await self._call_until_replied(request, call, timeout_s=timeout_s, idempotent=idempotent)
+        finally:
+            self._calls_needing_leader.discard(call)
+
+    async def _call_until_replied(
+        self, request: Request[_Reply], call: object, *, timeout_s: float, idempotent: bool
+    ) -> _Reply:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         election_retry_s = _ELECTION_RETRY_INTERVAL_S_MIN
         while True:
             peer = await self._wait_for_peer(deadline)
+            if not idempotent:  # leaving this server would make the outcome unknown
+                self._calls_needing_leader.discard(call)
             try:
-                with self._search_leader_if_reply_overdue(request):
+                with self._search_leader_if_reply_overdue(request, call):
                     reply = await peer.call(request, timeout_s=max(deadline - loop.time(), 0.001))
                     self._record_age(reply)
                     return reply
@@ -148,14 +166,17 @@ class ControllerConnection(ControlDataIntegration):
             except NotLeaderError as error:
                 # Right after a start or a failover there is no leader yet.
                 interval_s = max(election_retry_s, error.retry_after_s) * (0.5 + self._jitter_rng())
-                await self._wait_for_leader(error, deadline, interval_s=interval_s)
+                self._request_leader_search(call, leader=error.leader)
+                await self._wait_before_retry(error, peer, deadline, interval_s=interval_s)
                 election_retry_s = min(2 * election_retry_s, _ELECTION_RETRY_INTERVAL_S_MAX)
             except (StoreUnavailableError, ReplyLostError) as error:
                 # A write may have been applied: only an idempotent call may be sent again.
                 if not idempotent:
                     raise
+                if isinstance(error, StoreUnavailableError):
+                    self._request_leader_search(call)
                 interval_s = (error.retry_after_s or _STORE_RETRY_INTERVAL_S) * (1 + self._jitter_rng() / 2)
-                await self._wait_for_leader(error, deadline, interval_s=interval_s)
+                await self._wait_before_retry(error, peer, deadline, interval_s=interval_s)
             except OverloadedError as error:
                 wait_s = error.retry_after_s * (1 + self._jitter_rng() / 2)
                 if loop.time() + wait_s >= deadline:
@@ -171,44 +192,44 @@ class ControllerConnection(ControlDataIntegration):
         if self._peer is not None:
             self._peer.close()
 
-    async def move_to_leader(self, *, leader: str = "", timeout_s: float) -> bool:
-        """Moves to another server if one says that it leads; False if none does. `leader`: HOST:PORT of the
-        one to ask first. Keeps the current connection until another is known to be better."""
+    async def move_to_leader(self, *, timeout_s: float) -> bool:
+        """Moves to another server if one says that it leads; False if none does. Keeps the current connection
+        until another is known to be better."""
+        return await self._move_to_leader("", timeout_s=timeout_s, is_needed=lambda: True)
+
+    async def _move_to_leader(self, leader: str, *, timeout_s: float, is_needed: Callable[[], bool]) -> bool:
+        """`leader`: HOST:PORT of the server to ask first."""
         if self._is_searching_leader or self._is_moving_to_leader:
             return False
-        loop, peer = asyncio.get_running_loop(), self._peer
-        deadline = loop.time() + timeout_s
+        now_s, jitter = asyncio.get_running_loop().time(), 0.5 + self._jitter_rng()
         self._is_searching_leader = True
         try:
-            now_s, jitter = loop.time(), 0.5 + self._jitter_rng()
             candidates = self._servers.list_leader_candidates(
                 leader,
                 failed_before_s=now_s - _LEADER_SEARCH_INTERVAL_S * jitter,
                 named_failed_before_s=now_s - _NAMED_LEADER_SEARCH_INTERVAL_S * jitter,
             )
-            for server in candidates:
-                wait_s = min(deadline - loop.time(), _LEADER_QUERY_TIMEOUT_S)
-                if wait_s <= 0 or peer is not self._peer:
-                    break
-                if await self._try_fetch_is_leading(server, timeout_s=wait_s):
-                    self._servers.try_server_first_next(server)
-                    self._is_moving_to_leader = True
-                    self.disconnect()
-                    return True
+            found = await self._find_leading_server(candidates, timeout_s=timeout_s)
+            if found is None or not is_needed():
+                return False
+            self._servers.try_server_first_next(found)
+            self._is_moving_to_leader = True
+            self.disconnect()
+            return True
         finally:
             self._is_searching_leader = False
-        return False
-
-    async def disconnect_from_silent_servers(self) -> None:
-        """Moves to another server that leads when a reply is overdue, such as after a power failure of the
-        current one. Runs until cancelled."""
-        while True:
-            await self._is_reply_overdue.wait()
-            self._is_reply_overdue.clear()
-            await self.move_to_leader(timeout_s=_CONNECT_TIMEOUT_S_MAX)
 
     async def run(self, *, first_timeout_s: float) -> None:
-        """Connects, and reconnects with backoff until cancelled. Returns if the first attempt fails."""
+        """Connects, reconnects with backoff, and moves to another server that leads, until cancelled. Returns
+        if the first attempt fails."""
+        async with unwrapped_task_group() as group:
+            search = group.create_task(self._search_leader_on_request())
+            try:
+                await self._keep_connected(first_timeout_s)
+            finally:
+                search.cancel()
+
+    async def _keep_connected(self, first_timeout_s: float) -> None:
         try:
             await self._run_connection_to_any(first_timeout_s)
         except GenieError as error:
@@ -232,6 +253,48 @@ class ControllerConnection(ControlDataIntegration):
             else:
                 backoff_s = min(backoff_s * 2, BACKOFF_S_MAX)
                 wait_s = backoff_s * (0.5 + self._jitter_rng() / 2)
+
+    async def _find_leading_server(
+        self, candidates: Sequence[Address], *, timeout_s: float
+    ) -> Address | None:
+        """The first of these servers that says that it leads. One that does not respond delays the question
+        to the next one only by _LEADER_QUERY_STAGGER_S. Ends early if the connection is replaced."""
+        loop, peer = asyncio.get_running_loop(), self._peer
+        deadline, waiting = loop.time() + timeout_s, list(candidates)
+        queries: dict[asyncio.Task[bool], Address] = {}
+        leading: Address | None = None
+        async with unwrapped_task_group() as group:
+            while leading is None and (waiting or queries) and peer is self._peer:
+                if waiting:
+                    wait_s = min(max(deadline - loop.time(), 0.001), _LEADER_QUERY_TIMEOUT_S)
+                    query = self._try_fetch_is_leading(waiting[0], timeout_s=wait_s)
+                    queries[group.create_task(query)] = waiting.pop(0)
+                stagger_s = _LEADER_QUERY_STAGGER_S if waiting else None
+                await asyncio.wait(queries, timeout=stagger_s, return_when=asyncio.FIRST_COMPLETED)
+                replied = [(task, queries.pop(task)) for task in list(queries) if task.done()]
+                leading = next((server for task, server in replied if task.result()), None)
+            for task in queries:
+                task.cancel()
+        return leading if peer is self._peer else None
+
+    def _request_leader_search(self, call: object, *, leader: str = "") -> None:
+        """Looks for a leader in the background: a server that does not respond must not delay a retry at the
+        current one. `leader`: as in `_move_to_leader`."""
+        self._calls_needing_leader.add(call)
+        self._leader_to_ask_first = leader or self._leader_to_ask_first
+        self._is_leader_search_requested.set()
+
+    async def _search_leader_on_request(self) -> None:
+        """Moves to a leader that is found while a call still needs one."""
+        while True:
+            await self._is_leader_search_requested.wait()
+            self._is_leader_search_requested.clear()
+            leader, self._leader_to_ask_first = self._leader_to_ask_first, ""
+            await self._move_to_leader(
+                leader,
+                timeout_s=_CONNECT_TIMEOUT_S_MAX,
+                is_needed=lambda: bool(self._calls_needing_leader),
+            )
 
     async def _run_connection_to_any(self, timeout_s: float) -> None:
         """Connects to the first server that can be reached, and returns when the connection is closed.
@@ -290,9 +353,9 @@ class ControllerConnection(ControlDataIntegration):
         self._on_connection_change(True, f"reconnected to {self.where}")
 
     @contextmanager
-    def _search_leader_if_reply_overdue(self, request: Message) -> Iterator[None]:
-        """While the block waits for a reply: once it is overdue, looks for a leader every
-        _REPLY_OVERDUE_AFTER_S."""
+    def _search_leader_if_reply_overdue(self, request: Message, call: object) -> Iterator[None]:
+        """While the block waits for a reply: once it is overdue, such as after a power failure of the server,
+        looks for a leader every _REPLY_OVERDUE_INTERVAL_S."""
         if len(self._servers) == 1:
             yield
             return
@@ -300,8 +363,8 @@ class ControllerConnection(ControlDataIntegration):
         timers: list[asyncio.TimerHandle] = []
 
         def look() -> None:
-            self._is_reply_overdue.set()
-            timers[:] = [loop.call_later(_REPLY_OVERDUE_AFTER_S, look)]
+            self._request_leader_search(call)
+            timers[:] = [loop.call_later(_REPLY_OVERDUE_INTERVAL_S, look)]
 
         long_poll_s = float(getattr(request, "wait_s", 0.0))
         timers.append(loop.call_later(long_poll_s + _REPLY_OVERDUE_AFTER_S, look))
@@ -310,24 +373,20 @@ class ControllerConnection(ControlDataIntegration):
         finally:
             timers[0].cancel()
 
-    async def _wait_for_leader(
-        self,
-        error: NotLeaderError | StoreUnavailableError | ReplyLostError,
-        deadline: float,
-        *,
-        interval_s: float,
+    async def _wait_before_retry(
+        self, error: GenieError, peer: rpc.Peer, deadline: float, *, interval_s: float
     ) -> None:
-        """Moves to the leader, or waits `interval_s` for one; raises `error` with the other failures if the
-        deadline is earlier."""
+        """Waits `interval_s`, or until the connection is left for the leader. At the deadline raises `error`
+        with the other failures."""
         loop = asyncio.get_running_loop()
-        leader = error.leader if isinstance(error, NotLeaderError) else ""
-        remaining_s = deadline - loop.time() - _ELECTION_RETRY_INTERVAL_S_MIN
-        if remaining_s > 0 and await self.move_to_leader(leader=leader, timeout_s=remaining_s):
+        until = loop.time() + interval_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(until, deadline)):
+                await peer.wait_closed()
             return
-        if loop.time() + interval_s >= deadline:
+        if until >= deadline:
             self._servers.record_failure(self._servers.current, error, now_s=loop.time())
             raise self._servers.error_naming_all_failed_servers(error) from error
-        await asyncio.sleep(interval_s)
 
     async def _try_fetch_is_leading(self, server: Address, *, timeout_s: float) -> bool:
         access = replace(self.access, host=server[0], port=server[1])
@@ -372,13 +431,11 @@ async def open_controller_connection(
     connection = ControllerConnection(access, network=network, program=program, on_change=on_change)
     async with unwrapped_task_group() as group:
         task = group.create_task(connection.run(first_timeout_s=timeout_s))
-        watch = group.create_task(connection.disconnect_from_silent_servers())
         try:
             await connection.wait_for_first_connection()
             yield connection
         finally:
             task.cancel()
-            watch.cancel()
 
 
 async def fetch_nodes(

@@ -41,6 +41,25 @@ async def test_next_leader_has_a_higher_fencing_token() -> None:
     await store.close()
 
 
+async def test_candidate_that_loses_the_election_knows_the_winner() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    other = make_election(store, clock, "b")
+    late_store = store.connect()
+    late, grant = make_election(late_store, clock, "a"), late_store.grant_lease
+
+    async def grant_after_the_other_has_won(ttl_s: float, *, timeout_s: float = 5.0) -> int:
+        assert await other.try_win_election("b:1")
+        return await grant(ttl_s, timeout_s=timeout_s)
+
+    late_store.grant_lease = grant_after_the_other_has_won  # type: ignore[method-assign]
+    assert not await late.try_win_election("a:1")
+    assert late.leader is not None and late.leader.address == "b:1"
+    await other.resign()
+    await late_store.close()
+    await store.close()
+
+
 async def test_leader_that_cannot_renew_steps_down_by_its_own_clock() -> None:
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)

@@ -12,6 +12,7 @@ import pytest
 from genie.errors import (
     ConnectionLostError,
     GenieError,
+    JobNotFoundError,
     NotLeaderError,
     ReplyLostError,
     StoreUnavailableError,
@@ -146,17 +147,82 @@ async def test_standby_is_kept_while_its_leader_cannot_be_reached(
         assert await fetch_node_id(connection) == "n1"
 
 
-async def test_named_leader_that_does_not_respond_leaves_time_for_the_others(
+async def test_servers_that_do_not_respond_do_not_delay_the_question_to_the_next_one(
     one: FakeController, two: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the leader is stopped: standbys name it until its lease ends."""
-    monkeypatch.setattr(controller_connection, "_LEADER_QUERY_TIMEOUT_S", 0.1)
-    async with FakeController().listening() as stopped:
-        stopped.silent = True
-        one.leading, one.more_controllers = False, (two.address,)
+    monkeypatch.setattr(controller_connection, "_LEADER_QUERY_TIMEOUT_S", 1000.0)
+    async with FakeController().listening() as stopped, FakeController().listening() as lost:
+        stopped.silent = lost.silent = True
+        one.leading, one.more_controllers = False, (lost.address, two.address)
         one.refusals[ListNodes] = NotLeaderError.naming_leader("it does not lead", leader=stopped.address)
         async with connected(one.port) as connection:
-            assert await fetch_node_id(connection, timeout_s=2.5) == "n2"
+            assert await fetch_node_id(connection) == "n2"
+
+
+async def test_call_is_repeated_at_the_standby_while_the_named_leader_does_not_respond(
+    one: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standby may be the next leader."""
+    monkeypatch.setattr(controller_connection, "_LEADER_QUERY_TIMEOUT_S", 1000.0)
+    async with FakeController().listening() as stopped, connected(one.port) as connection:
+        stopped.silent = True
+        one.refusals[ListNodes] = NotLeaderError.naming_leader("it does not lead", leader=stopped.address)
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(fetch_node_id(connection))
+            await until(lambda: one.count(ListNodes) == 3, what="the call is repeated")
+            del one.refusals[ListNodes]
+        assert call.result() == "n1" and connection.where == one.address
+
+
+async def test_call_that_the_standby_carries_out_is_not_interrupted_by_its_search_for_a_leader(
+    one: FakeController, two: FakeController
+) -> None:
+    """Otherwise the outcome would be unknown."""
+    answer_of_one, answer_of_two, attempts, is_leader_asked = one._handle, two._handle, 0, asyncio.Event()
+
+    async def handle_at_standby(peer: rpc.Peer, request: Message) -> Message:
+        nonlocal attempts
+        if isinstance(request, CreateToken):
+            attempts += 1
+            if attempts == 1:
+                raise NotLeaderError.naming_leader("it does not lead", leader=two.address)
+            is_leader_asked.set()
+            await until(lambda: not connection._is_searching_leader, what="the leader has replied")
+        return await answer_of_one(peer, request)
+
+    async def handle_at_leader(peer: rpc.Peer, request: Message) -> Message:
+        if isinstance(request, Hello):
+            await is_leader_asked.wait()
+        return await answer_of_two(peer, request)
+
+    one._handle, two._handle = handle_at_standby, handle_at_leader  # type: ignore[method-assign]
+    async with connected(one.port) as connection:
+        one.refusals[CreateToken] = JobNotFoundError("of a test")  # the fake controller creates no tokens
+        with pytest.raises(JobNotFoundError):
+            await connection.call(CreateToken(kind=TokenKind.USER), timeout_s=10, idempotent=False)
+        assert (connection.where, connection.reconnects, attempts) == (one.address, 0, 2)
+        assert two.count(Hello) == 1
+
+
+async def test_lost_reply_to_a_forwarded_request_is_requested_again_from_the_same_standby(
+    one: FakeController, two: FakeController
+) -> None:
+    """It knows the next leader already, or is that itself."""
+    answer, failed = one._handle, 0
+
+    async def handle(peer: rpc.Peer, request: Message) -> Message:
+        nonlocal failed
+        if isinstance(request, ListNodes) and not failed:
+            failed += 1
+            raise ReplyLostError("the leader was lost", retry_after_s=0.1)
+        return await answer(peer, request)
+
+    one._handle = handle  # type: ignore[method-assign]
+    one.more_controllers, two.leading = (two.address,), False
+    async with connected(one.port) as connection:
+        assert await fetch_node_id(connection) == "n1"
+    assert (failed, two.count(Hello)) == (1, 0)
 
 
 async def test_idempotent_call_moves_from_a_controller_without_a_store_to_the_leader(

@@ -15,6 +15,7 @@ SEEDS_OF_KIND = 24
 _CHUNK = 8
 REGRESSION_SEEDS = (
     ("hostile", 31002),  # two tokens of one tenant used all connections of users
+    ("store", 42929),  # registrations waited for a store that hung after the end of a term
     ("mixed", 31029),  # a power loss after a node had joined again
 )
 

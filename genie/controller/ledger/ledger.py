@@ -188,7 +188,8 @@ class Ledger(LedgerTables):
             async with self._store_lock:
                 token = self._election.require_fencing_token()
                 if self._needs_reload:
-                    await self._reload_or_step_down_locked()
+                    async with self._election.end_with_term():
+                        await self._reload_or_step_down_locked()
                 batch = WriteBatch(token, self._store.txn_ops_max)
                 self._build_writes_into_batch(batch)
                 await self._commit_batch(batch)
@@ -269,7 +270,14 @@ class Ledger(LedgerTables):
         if not operations:
             return
         try:
-            result = await self._store.commit(compares, operations, timeout_s=COMMIT_TIMEOUT_S)
+            async with self._election.end_with_term():
+                result = await self._store.commit(compares, operations, timeout_s=COMMIT_TIMEOUT_S)
+        except NotLeaderError as error:
+            self._needs_reload = True
+            raise StoreUnavailableError(
+                "this controller no longer leads; the write may or may not have been committed",
+                hint="try again",
+            ) from error
         except StoreError as error:
             # Unless the disk is full, the commit may have happened: the next write reloads first.
             self._needs_reload |= not isinstance(error, StoreFullError)
@@ -278,7 +286,8 @@ class Ledger(LedgerTables):
         self._store_health.record_success()
         if not result.succeeded:
             self._needs_reload = True
-            await self._election.step_down_if_replaced()
+            async with self._election.end_with_term():
+                await self._election.step_down_if_replaced()
             raise NotLeaderError("the write was rejected: the store has newer data", hint="try again")
         # Apply all changes first: listeners must see the final tables.
         changes = [change for built in batch.built_writes for change in built.changes]

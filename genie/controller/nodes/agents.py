@@ -144,7 +144,8 @@ class Agents:
         self._check_incarnation(node_id, node.incarnation)
         self._check_holds_readable(node_id)
         await self._end_jobs_of_earlier_incarnations(node_id, request)
-        await self._refresh_controllers()
+        async with self._election.end_with_term():
+            await self._refresh_controllers()
         # The reply to this request may get lost; the reply to Hello has certainly been read.
         record = NodeRecord(
             info=node, controllers=connection.announced_controller_addresses, ttl_s=self._node_ttl_s

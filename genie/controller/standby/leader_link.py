@@ -2,7 +2,7 @@
 
 Opened at the first request and closed when another controller leads or no request was forwarded for a while,
 or when the leader does not reply to a ping. An overdue reply alone does not close it, because other requests
-share it.
+share it. When another controller leads, an attempt to connect to the previous one ends at once.
 Both sides authenticate by the certificates of controllers, so without TLS there is no connection.
 """
 
@@ -60,6 +60,7 @@ class LeaderLink:
         self._connect_error: GenieError | None = None
         """Why the last attempt to connect failed."""
         self._last_used_s = 0.0
+        self._connection_task: asyncio.Task[None] | None = None
         self._wake_event = asyncio.Event()
         self._attention_event = asyncio.Event()
         """Set when the connection must be checked: it is closed, or a reply is overdue."""
@@ -81,6 +82,8 @@ class LeaderLink:
         self._leader_address, self._connect_error = address, None
         if self._peer is not None:
             self._peer.close()
+        if self._connection_task is not None:
+            self._connection_task.cancel()  # it may wait for the previous leader
         self._wake_event.set()
         self._notifier.notify_all()
 
@@ -121,20 +124,32 @@ class LeaderLink:
         """Keep a connection open while it is used, until cancelled."""
         if not self.is_enabled:
             return
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._wake_event.clear()
+                if self._is_wanted():
+                    connect = self._connect_repeatedly(self._leader_address)
+                    self._connection_task = group.create_task(connect, name="connection to the leader")
+                    await asyncio.wait([self._connection_task])
+                    self._connection_task = None
+                else:
+                    await self._wake_event.wait()
+
+    async def _connect_repeatedly(self, address: str) -> None:
+        """Connect to this leader, with backoff, until another one leads or the connection is not used for a
+        while."""
         backoff_s = _BACKOFF_S_MIN
         while True:
-            if not self._is_wanted():
-                self._wake_event.clear()
-                await self._wake_event.wait()
-                continue
             try:
-                await self._run_connection(self._leader_address)
+                await self._run_connection(address)
                 backoff_s = _BACKOFF_S_MIN
             except GenieError as error:
-                self._record_failure(error)
+                self._record_failure(error, address)
             except Exception as error:  # a task boundary: forwarding must not end the controller
                 _log.exception("the connection to the leader failed")
-                self._record_failure(GenieError(f"internal error: {type(error).__name__}"))
+                self._record_failure(GenieError(f"internal error: {type(error).__name__}"), address)
+            if address != self._leader_address or not self._is_wanted():
+                return
             await self._clock.sleep(backoff_s * (0.5 + self._jitter_rng() / 2))
             backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
 
@@ -142,9 +157,11 @@ class LeaderLink:
         is_idle = self._clock.monotonic_s() - self._last_used_s >= _IDLE_TIMEOUT_S
         return bool(self._leader_address) and not is_idle and self._last_used_s > 0
 
-    def _record_failure(self, error: GenieError) -> None:
+    def _record_failure(self, error: GenieError, address: str) -> None:
+        if address != self._leader_address:
+            return
         if self._connect_error is None:
-            _log.info("cannot connect to the leader at %s: %s", self._leader_address, error)
+            _log.info("cannot connect to the leader at %s: %s", address, error)
         self._connect_error = error
         self._notifier.notify_all()
 

@@ -46,7 +46,9 @@ READ_TIMEOUT_S = 2.0
 """A read that takes longer, in addition to its `wait_s`, is answered from the copy."""
 WRITE_TIMEOUT_S = 15.0
 """Less than clients wait."""
-_LOST_REPLY_RETRY_AFTER_S = 0.5
+_LOST_REPLY_RETRY_AFTER_S = 0.1
+"""After the loss of the connection: usually another controller leads. Clients wait up to half longer."""
+_OVERDUE_REPLY_RETRY_AFTER_S = 0.5
 _NO_LEADER_ERRORS = (NotLeaderError, ReplyLostError, StoreUnavailableError)
 """Errors after which a read is answered from the copy."""
 
@@ -209,12 +211,13 @@ class StandbyRequests:
         try:
             answer = await peer.call(frame, timeout_s=timeout_s)
         except (ConnectionLostError, DeadlineError) as error:
-            if isinstance(error, DeadlineError) and self._last_reply_s < sent_s:
+            is_overdue = isinstance(error, DeadlineError)
+            if is_overdue and self._last_reply_s < sent_s:
                 self._link.request_ping(peer)
             raise ReplyLostError(
                 f"the leader was lost before its reply to a forwarded request: {error.message}",
                 hint="the request may have been carried out; check before you retry",
-                retry_after_s=_LOST_REPLY_RETRY_AFTER_S,
+                retry_after_s=_OVERDUE_REPLY_RETRY_AFTER_S if is_overdue else _LOST_REPLY_RETRY_AFTER_S,
             ) from error
         self._last_reply_s = self._clock.monotonic_s()
         return answer

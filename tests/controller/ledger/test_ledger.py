@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from genie.controller.jobs.lifecycle import LostWorker
 from genie.controller.jobs.services import build_job_services
 from genie.controller.ledger import Ledger, LedgerTable, Transaction
 from genie.controller.rows import Counter, NodeRecord
-from genie.controller.store import Compare, Delete, Put, TxnResult
+from genie.controller.store import Compare, Delete, Put, RangeResult, TxnResult
 from genie.controller.store.protocol import TXN_OPS_MAX
-from genie.errors import FencedError, StoreFullError, StoreUnavailableError, UsageError
+from genie.errors import FencedError, NotLeaderError, StoreFullError, StoreUnavailableError, UsageError
 from genie.model.allocation import NodeHolds
 from genie.model.job import Job, JobSpec, JobState, Resources
 from genie.model.messages import ExitReport
@@ -149,7 +149,10 @@ class FirstFreeGpuPlacer:
 
 
 @asynccontextmanager
-async def open_ledger(*, at_once: bool = False, queue_max: int = 3) -> AsyncIterator[LedgerSetup]:
+async def open_ledger(
+    *, at_once: bool = False, queue_max: int = 3, has_lost_replies: bool = False
+) -> AsyncIterator[LedgerSetup]:
+    """`has_lost_replies`: the tables lack a commit that was applied; otherwise each commit checks them."""
     clock = FakeClock()
     store = await MemoryStore.open(clock=clock)
     one = LedgerSetup(store, clock, at_once=at_once, queue_max=queue_max)
@@ -161,7 +164,7 @@ async def open_ledger(*, at_once: bool = False, queue_max: int = 3) -> AsyncIter
             for node_id in NODES:
                 record = NodeRecord(info=make_node_info(node_id, gpus=2))
                 await one.ledger.write(partial(_stage_put, one.ledger.nodes, node_id, record))
-            with one.watched():
+            with nullcontext() if has_lost_replies else one.watched():
                 yield one
         finally:
             writer.cancel()
@@ -171,6 +174,11 @@ async def open_ledger(*, at_once: bool = False, queue_max: int = 3) -> AsyncIter
 
 def _stage_put(table: LedgerTable[Any], row_id: str, row: Any, txn: Transaction) -> None:
     txn.put(table, row_id, row)
+
+
+async def outcome_of(write: Awaitable[Any]) -> Any:
+    (outcome,) = await gather_outcomes(write)
+    return outcome
 
 
 async def gather_outcomes(*writes: Awaitable[Any]) -> list[Any]:
@@ -534,6 +542,60 @@ async def test_commit_without_a_reply_ends_within_the_lease_of_the_leader() -> N
         one.store.commit = commit  # type: ignore[method-assign]
         assert len(timeouts_s) == 1
         assert timeouts_s[0] <= ControllerConfig().leader_ttl_s
+
+
+@pytest.mark.parametrize("is_applied", [True, False])
+async def test_writes_fail_when_the_term_ends_while_the_store_does_not_respond(is_applied: bool) -> None:
+    async with open_ledger(has_lost_replies=True) as one:
+        commit, is_committing = one.store.commit, asyncio.Event()
+
+        async def hang(*arguments: Any, **more: Any) -> TxnResult:
+            if is_applied:
+                await commit(*arguments, **more)
+            is_committing.set()
+            await asyncio.Event().wait()
+            raise AssertionError("cancelled")
+
+        def count(name: str) -> Awaitable[int]:
+            return one.ledger.write(lambda txn: txn.next_counter_value(name))
+
+        one.store.commit = hang  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            committing = group.create_task(outcome_of(count("first")))
+            await is_committing.wait()
+            queued = group.create_task(outcome_of(count("second")))
+            await until(lambda: one.ledger._write_queue, what="it is queued behind the first")
+            one.election.step_down("of a test")
+            first, second = await committing, await queued
+        assert isinstance(first, StoreUnavailableError) and "may or may not" in str(first)
+        assert isinstance(second, NotLeaderError), "certainly not carried out"
+        one.store.commit = commit  # type: ignore[method-assign]
+        assert await one.election.try_win_election("a:1")
+        assert await count("first") == 1 + is_applied
+        assert await count("second") == 1
+
+
+async def test_writes_fail_when_the_term_ends_while_the_tables_are_read_again() -> None:
+    async with open_ledger(has_lost_replies=True) as one:
+        one.store.lose_next_commit_reply()
+        assert isinstance(await outcome_of(submit_step(0)(one)), StoreUnavailableError)
+        is_reading, read = asyncio.Event(), one.store.range
+
+        async def hang(*_: object, **__: object) -> RangeResult:
+            is_reading.set()
+            await asyncio.Event().wait()
+            raise AssertionError("cancelled")
+
+        one.store.range = hang  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            submitted = group.create_task(outcome_of(submit_step(1)(one)))
+            await is_reading.wait()
+            one.election.step_down("of a test")
+            assert isinstance(await submitted, NotLeaderError), "certainly not carried out"
+        one.store.range = read  # type: ignore[method-assign]
+        assert await one.election.try_win_election("a:1")
+        await one.ledger.load_tables()
+        assert list(one.ledger.jobs) == [job_id(0)]
 
 
 async def test_cancelled_caller_does_not_affect_other_writes() -> None:

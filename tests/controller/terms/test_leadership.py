@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from genie.controller.election import ControllerAddresses
 from genie.controller.standby.ledger_copy import LedgerCopy
 from genie.controller.terms.leadership import Leadership
+from genie.errors import GenieError, NotLeaderError, StoreUnavailableError
 from genie.model.failover import campaign_interval_s
 from genie.sim.store import MemoryStore
 from tests.controller.running_controller import RunningController, running_controller
@@ -137,3 +138,32 @@ async def test_controllers_that_cannot_begin_a_term_do_not_campaign_in_turn_with
         for _ in range(int(duration_s / STEP_S)):
             await clock.advance(STEP_S)
         assert 2 <= attempts <= 2 * (duration_s / campaign_interval_s(one.config.leader_ttl_s) + 1)
+
+
+@pytest.mark.parametrize("hanging_call", ["range", "commit"])
+async def test_registration_is_rejected_when_the_term_ends_while_the_store_does_not_respond(
+    hanging_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent must be able to distinguish this from its own isolation (decision 0002)."""
+    clock, is_called = FakeClock(), asyncio.Event()
+
+    async def hang(*_: object, **__: object) -> None:
+        is_called.set()
+        await asyncio.Event().wait()
+
+    async with leader_and_standby(tmp_path, clock) as (one, _, _memory), one.agent("n1") as agent:
+        monkeypatch.setattr(one.store, hanging_call, hang)
+        async with asyncio.TaskGroup() as group:
+            registration = group.create_task(error_of(agent.register()))
+            await is_called.wait()
+            assert one.controller is not None
+            one.controller._election.step_down("of a test")
+            error = await registration
+            monkeypatch.undo()
+        assert isinstance(error, NotLeaderError | StoreUnavailableError)
+
+
+async def error_of(call: Coroutine[object, object, object]) -> GenieError:
+    with pytest.raises(GenieError) as caught:
+        await call
+    return caught.value
