@@ -122,7 +122,8 @@ class Supervisor:
         )
         self._restart_tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
-        self._keeps_jobs = False
+        self._keeps_jobs = True
+        """Until the start is complete: one that fails must not end what an earlier agent has left running."""
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
@@ -186,6 +187,8 @@ class Supervisor:
             )
         token = parse_server_join_token(access.token)
         check_not_a_server(self._state_dir)
+        # Otherwise all jobs here are those of the node that a failed join removes again.
+        self._keeps_jobs = (self._state_dir / AGENTS_DIR).exists()
         join = ServerJoin(
             self._settings.controller,
             self._etcd,
@@ -265,7 +268,9 @@ class Supervisor:
         )
         return node
 
-    def restart_crashed_children(self, group: asyncio.TaskGroup) -> None:
+    def complete_start(self, group: asyncio.TaskGroup) -> None:
+        """Restarts crashed children from now on. From now on, `stop` ends the jobs of this machine."""
+        self._keeps_jobs = False
         for child in self._children:
             if child.pid is not None:
                 self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
@@ -275,7 +280,8 @@ class Supervisor:
         self._keeps_jobs = True
 
     async def stop(self) -> None:
-        """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
+        """Stops the agent first, so that its last reports arrive, then the controller, then its store. Ends the
+        jobs of this machine if the start was complete, unless `keep_jobs_on_stop` was called."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -425,7 +431,7 @@ async def run_local_cluster(
                     await supervisor.start_agent(access, rejoin=rejoin)
                 except NodeRemovedError as error:
                     supervisor.report_removed_node(error)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -445,7 +451,7 @@ async def run_local_agent(
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -468,7 +474,7 @@ async def run_joining_server(
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the server"):
             await supervisor.join_as_server(access, agent=agent)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -495,7 +501,10 @@ async def _run_supervisor(
             failure: BaseException | None = None
             try:
                 yield supervisor, group
-            except (Exception, asyncio.CancelledError) as error:
+            except Exception as error:
+                supervisor.keep_jobs_on_stop()  # nobody has asked to end them
+                failure = error
+            except asyncio.CancelledError as error:
                 failure = error
             finally:
                 try:

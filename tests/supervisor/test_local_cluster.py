@@ -287,7 +287,9 @@ SUPERVISOR = """
     from genie.supervisor import local_cluster
 
     async def main():
-        settings = config.load({"paths.state_dir": sys.argv[1], "controller.port": 0})
+        settings = config.load(
+            {"paths.state_dir": sys.argv[1], "controller.port": 0, "cluster.node_id": "n1"}
+        )
         async with local_cluster.run_local_cluster(settings, progress=lambda line: None) as running:
             pathlib.Path(sys.argv[1], "ready").touch()
             await running.wait()
@@ -377,6 +379,70 @@ async def test_stopping_ends_the_jobs_of_an_agent_that_was_killed_before(
     await local_cluster.stop_running_cluster(tmp_path, progress=progress)
     assert not is_alive(job_pid)
     assert any("jobs that an agent had left running" in line for line in progress.lines)
+
+
+@pytest.fixture
+async def kept_job_pid(orphaned_processes: dict[str, int], tmp_path: Path) -> int:
+    """Process ID of a job that `genie down --keep-jobs` has left running; no agent runs."""
+    job_pid = await submit_sleeping_job(tmp_path)
+    await local_cluster.stop_running_cluster(tmp_path, keep_jobs=True)
+    assert is_alive(job_pid)
+    return job_pid
+
+
+async def test_failed_start_keeps_jobs_and_the_stop_of_a_complete_one_ends_them(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = load_settings(tmp_path, controller__port=server.getsockname()[1])
+        with pytest.raises(AddressInUseError):
+            async with local_cluster.run_local_cluster(settings, progress=progress):
+                pass
+    assert is_alive(kept_job_pid)
+    with pytest.raises(DeadlineError):
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=progress, timeout_s=0.01
+        ):
+            pass
+    assert is_alive(kept_job_pid)
+    with pytest.raises(UsageError, match="after the start"):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
+            raise UsageError("after the start")
+    assert is_alive(kept_job_pid), "nobody has asked to end it"
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
+        assert is_alive(kept_job_pid)
+    assert not is_alive(kept_job_pid)
+
+
+async def test_interrupted_start_keeps_jobs_that_its_agent_has_adopted(
+    kept_job_pid: int, tmp_path: Path
+) -> None:
+    task: list[asyncio.Task[None]] = []
+
+    def interrupt_while_the_agent_registers(line: str) -> None:
+        found = local_cluster.find_running_cluster(tmp_path)
+        if line.startswith("starting the agent"):
+            assert found is not None
+            os.kill(found.pids["controller"], signal.SIGSTOP)
+        elif line.startswith("waiting for node n1 to register"):
+            task[0].cancel()
+        elif line == "stopping the controller":
+            assert found is not None
+            os.kill(found.pids["controller"], signal.SIGCONT)
+
+    async def start() -> None:
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=interrupt_while_the_agent_registers
+        ):
+            raise AssertionError("it was cancelled before")
+
+    async with asyncio.TaskGroup() as group:
+        task.append(group.create_task(start()))
+        await asyncio.wait(task)
+    assert task[0].cancelled()
+    assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == "2"
+    assert is_alive(kept_job_pid)
+    assert local_cluster.find_running_cluster(tmp_path) is None
 
 
 async def test_wait_returns_when_another_process_stops_the_children(
