@@ -37,6 +37,7 @@ from genie.errors import (
     NodeRemovedError,
     TokenMissingError,
     UnreachableError,
+    UsageError,
 )
 from genie.model.messages import GetStatus
 from genie.model.names import address_text, parse_endpoint
@@ -280,8 +281,10 @@ class Supervisor:
         self._keeps_jobs = True
 
     async def stop(self) -> None:
-        """Stops the agent first, so that its last reports arrive, then the controller, then its store. Ends the
-        jobs of this machine if the start was complete, unless `keep_jobs_on_stop` was called."""
+        """Stops the agent first, so that its last reports arrive, then the controller, then its store.
+
+        Ends the jobs of this machine if the start was complete, unless `keep_jobs_on_stop` was called.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -569,9 +572,12 @@ async def stop_running_cluster(
     """Stops the processes that `find_running_cluster` finds and returns them; None if there were none.
 
     Also ends jobs that an agent has left running, even if no process of the cluster is left. With
-    `keep_jobs`, the jobs go on until the next agent adopts them."""
+    `keep_jobs`, the jobs go on until the next agent adopts them. Raises UsageError for `keep_jobs` if another
+    program hosts the cluster: it ends the jobs when it ends."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
+    if keep_jobs and found is not None and SUPERVISOR not in found.pids:
+        _check_not_hosted(state_dir, found)
     agent_s = agent_grace_s + _AGENT_STOP_GRACE_MARGIN_S
     # The supervisor first: it stops the others in order, and would restart them otherwise.
     supervisor_s = agent_s + _CONTROLLER_STOP_GRACE_S + _ETCD_STOP_GRACE_S + _AGENT_STOP_GRACE_MARGIN_S
@@ -656,6 +662,22 @@ def hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
         lock.release()
 
 
+def _check_not_hosted(state_dir: Path, found: RunningCluster) -> None:
+    """Raises UsageError if a program that is not `genie up` or `genie join` supervises this cluster."""
+    path = process_records.supervisor_lock_path(state_dir)
+    lock = files.FileLock.try_acquire(path)
+    if lock is not None:
+        lock.release()
+        return
+    holder = files.read_lock_holder_pid(path) or "(unknown)"
+    raise UsageError(
+        f"cannot keep the jobs: process {holder} hosts this cluster {found} with genie.init, and ends the "
+        "jobs when it ends",
+        hint="wait for that program, or run 'genie down', which ends the jobs now; a cluster that was "
+        "started with 'genie up' can be stopped without ending jobs",
+    )
+
+
 def _interrupted_join_error() -> ConfigError:
     return ConfigError(
         "the join of this machine as a server was interrupted, and what it had written is removed now",
@@ -670,7 +692,9 @@ def _already_running_error(
     elsewhere = f"set GENIE_STATE_DIR to another directory than {state_dir}"
     if found:
         return AgentRunningError(
-            f"already running {found}", hint=f"stop it with 'genie down', or {elsewhere}"
+            f"already running {found}",
+            hint="stop it with 'genie down --keep-jobs', after which its jobs continue, or with 'genie "
+            f"down', which ends them; or {elsewhere}",
         )
     # A server session holds the lock until it ends, even after 'genie down'.
     process = f"process {holder}" if holder else "another process"

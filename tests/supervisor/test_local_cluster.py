@@ -320,7 +320,9 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
 ) -> None:
     assert set(orphaned_processes) == {"controller", "agent"}
     assert all(is_alive(pid) for pid in orphaned_processes.values())
-    with pytest.raises(AgentRunningError, match="already running"):
+    with pytest.raises(
+        AgentRunningError, match=r"already running .*'genie down --keep-jobs', .*'genie down'"
+    ):
         async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
     stopped = await local_cluster.stop_running_cluster(tmp_path, progress=progress)
@@ -443,6 +445,16 @@ async def test_interrupted_start_keeps_jobs_that_its_agent_has_adopted(
     assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == "2"
     assert is_alive(kept_job_pid)
     assert local_cluster.find_running_cluster(tmp_path) is None
+
+
+async def test_jobs_of_a_hosted_cluster_cannot_be_kept(
+    cluster: local_cluster.Supervisor, tmp_path: Path
+) -> None:
+    """The program with genie.init, for which this process stands in, ends them with itself."""
+    pids = cluster.pids
+    with pytest.raises(UsageError, match=rf"process {os.getpid()} hosts this cluster .*genie down'"):
+        await local_cluster.stop_running_cluster(tmp_path, keep_jobs=True)
+    assert all(is_alive(pid) for pid in pids.values())
 
 
 async def test_wait_returns_when_another_process_stops_the_children(
