@@ -35,6 +35,7 @@ from genie.errors import (
     DeadlineError,
     GenieError,
     NodeRemovedError,
+    StoreFullError,
     TokenMissingError,
     UnreachableError,
     UsageError,
@@ -107,9 +108,11 @@ class RunningCluster:
 class Supervisor:
     """Starts, restarts and stops the children. Created by `run_local_cluster` and `run_local_agent`."""
 
-    def __init__(self, settings: Settings, *, progress: ProgressPrinter) -> None:
+    def __init__(self, settings: Settings, *, progress: ProgressPrinter, is_program: bool) -> None:
         self.cluster: LocalCluster | None = None
         """Address of the controller, once it listens."""
+        self._is_program = is_program
+        """Whether this process has a process record."""
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
@@ -167,9 +170,31 @@ class Supervisor:
         return member
 
     async def wait_for_etcd_majority(self, member: LocalMember) -> None:
-        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
-        await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
+        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run, also in
+        the record of this process."""
+        child, reported = self._etcd.child, ""
+
+        def report(missing_servers: str) -> None:
+            nonlocal reported
+            self._progress(missing_servers)
+            if missing_servers != reported:
+                self._record_missing_servers(missing_servers)
+                reported = missing_servers
+
+        await wait_for_majority(member, child, state_dir=self._state_dir, progress=report)
+        if reported:
+            self._record_missing_servers("")
         member.write(self._state_dir)
+
+    def _record_missing_servers(self, missing_servers: str) -> None:
+        if not self._is_program:
+            return
+        try:
+            process_records.record_process(
+                self._state_dir, SUPERVISOR, os.getpid(), missing_servers=missing_servers
+            )
+        except StoreFullError as error:
+            _log.warning("could not record what this server waits for: %s", error)
 
     def report_removed_node(self, error: NodeRemovedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
@@ -491,7 +516,7 @@ async def _run_supervisor(
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
     """`is_program`: records this process as the supervisor, so that 'genie down' ends it."""
     state_dir = files.make_private_directory(settings.paths.state_dir)
-    supervisor = Supervisor(settings, progress=progress)
+    supervisor = Supervisor(settings, progress=progress, is_program=is_program)
     with hold_supervisor_lock(state_dir):
         if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)

@@ -592,7 +592,7 @@ async def test_standby_reports_the_leader_and_its_agent_joins_there(
 ) -> None:
     state_dir = Path(os.environ["GENIE_STATE_DIR"])
     here = LocalCluster("127.0.0.1", controller.port, "c1")
-    supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress)
+    supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress, is_program=False)
     controller.leader = "10.0.0.7:5555"
     access = await supervisor.find_access_to_leader(here)
     assert access is not None
