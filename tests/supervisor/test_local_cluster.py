@@ -40,7 +40,7 @@ from genie.processes.process_identity import ProcessIdentity
 from genie.runtime.credentials import LocalCluster
 from genie.supervisor import local_cluster, process_records
 from genie.supervisor.local_node import local_node_id
-from genie.tenancy.access import new_token
+from genie.tenancy.access import new_token, parse_token
 from tests.cluster.small_controller import TOKEN, SmallController
 from tests.waiting import until, wait_until
 
@@ -445,6 +445,39 @@ async def test_interrupted_start_keeps_jobs_that_its_agent_has_adopted(
     assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == "2"
     assert is_alive(kept_job_pid)
     assert local_cluster.find_running_cluster(tmp_path) is None
+
+
+async def test_jobs_of_a_removed_node_are_ended_although_no_agent_is_started(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    """By 'genie forget', or by 'genie token revoke', which does not wait until the node counts as lost."""
+    settings = load_settings(tmp_path)
+    async with local_cluster.run_local_cluster(settings, progress=progress, agent=False) as running:
+        assert running.cluster is not None
+        access = local_cluster.make_owner_access(tmp_path, running.cluster)
+        async with open_client(replace(settings, cluster=access)) as client:
+            node_token = parse_token((tmp_path / "agents" / "n1" / "node.token").read_text())
+            await client.revoke_token(node_token.token_id)
+        running.keep_jobs_on_stop()
+    assert is_alive(kept_job_pid)
+    async with local_cluster.run_local_cluster(settings, progress=progress) as running:
+        assert not is_alive(kept_job_pid)
+        assert set(running.pids) == {"controller"}
+    assert progress.has("ended processes of jobs that node n1 had left running: ")
+    assert progress.has("no agent was started")
+
+
+async def test_jobs_are_kept_if_the_token_of_their_node_is_unknown(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    """Such as in a restored backup that is older than the node."""
+    path = tmp_path / "agents" / "n1" / "node.token"
+    path.write_text(str(replace(parse_token(path.read_text()), token_id="unknown")))
+    settings = load_settings(tmp_path)
+    async with local_cluster.run_local_cluster(settings, progress=progress) as running:
+        assert progress.has("no agent was started")
+        running.keep_jobs_on_stop()
+    assert is_alive(kept_job_pid)
 
 
 async def test_jobs_of_a_hosted_cluster_cannot_be_kept(
