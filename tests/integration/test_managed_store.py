@@ -74,10 +74,13 @@ def test_cluster_moves_from_sqlite_to_managed_etcd(servers: list[Server], tmp_pa
     first, second, third = servers
     start_with_sqlite(first)
     fill(first)
+    script = f"echo before; while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; echo after; exit 7"
+    job_id = first.run("submit", "--", "sh", "-c", script).stdout.strip()
+    wait_until(lambda: "before" in first.run("logs", job_id).stdout, timeout_s=60)
     before = back_up(first, tmp_path / "before")
     migrate = ("store", "migrate", "--to", "etcd", "--bind", first.host, "--port", str(first.ports[0]))
     assert "another controller is using" in output_of(first, *migrate, fails=True)
-    first.run("down")
+    first.run("down", "--keep-jobs")
     assert "genie store migrate --to etcd" in output_of(first, "up", "--store", "etcd", fails=True)
     assert "with --bind" in output_of(first, "store", "migrate", "--to", "etcd", fails=True)
     moved = output_of(first, *migrate)
@@ -88,6 +91,9 @@ def test_cluster_moves_from_sqlite_to_managed_etcd(servers: list[Server], tmp_pa
     assert json.loads(first.run("status", "--json").stdout)["store"] == "etcd"
     assert back_up(first, tmp_path / "after") == before
     assert read_generation(tmp_path / "after") > read_generation(tmp_path / "before")
+    (tmp_path / "go").touch()
+    wait_until(lambda: "exit code 7" in first.run("jobs", "--all").stdout, timeout_s=60)
+    assert first.run("logs", job_id).stdout == "before\nafter\n"
     for other in (second, third):
         other.join(first.where, first.create_server_token(tmp_path / f"{other.name}.token"))
     assert [member["healthy"] for member in first.list_members()] == [True, True, True]

@@ -44,7 +44,8 @@ class ServerRelease(Facts, frozen=True, kw_only=True):
 
 
 class ServerReleases:
-    """`set_cluster_release` is called with the lowest release of all servers. `get_owner_token_id` may block."""
+    """`set_cluster_release` is called with the lowest release of all servers; `offload` runs
+    `get_owner_token_id`."""
 
     def __init__(
         self,
