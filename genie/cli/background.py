@@ -103,7 +103,8 @@ def _wait_until_ready(
             raise DeadlineError(
                 f"this server is {output.to_one_line(record.missing_servers)}",
                 hint="it goes on waiting in the background: start the other servers with 'genie up' there; "
-                f"'genie etcd status' and the log {log.path} show when it is ready, 'genie down' stops it",
+                f"'genie etcd status' and the log {log.path} show when it is ready, 'genie down "
+                "--keep-jobs' stops it",
             )
         if waited_s >= timeout_s:
             _end_process(process)

@@ -652,7 +652,7 @@ def make_owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
     token = read_owner_token(state_dir)
     if token is None:
         raise TokenMissingError(
-            f"no owner token in {state_dir}", hint="run 'genie down' and 'genie up' again"
+            f"no owner token in {state_dir}", hint="run 'genie down --keep-jobs' and 'genie up' again"
         )
     return ClusterConfig(
         discovery_method="address", master_addr=cluster.host, master_port=cluster.port, token=str(token)
