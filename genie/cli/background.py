@@ -90,22 +90,25 @@ def _wait_until_ready(
     while True:
         log.print_new_lines()
         record = process_records.read_process_record(state_dir, local_cluster.SUPERVISOR)
-        if record is not None and record.pid == process.pid and record.ready:
+        if record is not None and record.pid != process.pid:
+            record = None  # of a supervisor that was running before
+        if record is not None and record.ready:
             return
         code = process.poll()
         if code is not None:
-            log.print_everything()
+            log.print_rest()
             raise typer.Exit(code if code > 0 else 1)
         waited_s = time.monotonic() - began_s
-        if log.has_missing_servers and waited_s >= OTHER_SERVERS_WAIT_S:
+        if record is not None and record.missing_servers and waited_s >= OTHER_SERVERS_WAIT_S:
             raise DeadlineError(
-                f"this server is {log.waiting_line}",
+                f"this server is {output.to_one_line(record.missing_servers)}",
                 hint="it goes on waiting in the background: start the other servers with 'genie up' there; "
-                f"'genie etcd status' and the log {log.path} show when it is ready, 'genie down' stops it",
+                f"'genie etcd status' and the log {log.path} show when it is ready, 'genie down "
+                "--keep-jobs' stops it",
             )
         if waited_s >= timeout_s:
             _end_process(process)
-            log.print_everything()
+            log.print_rest()
             raise DeadlineError(
                 f"the background process was not ready within {timeout_s:g} s and was stopped",
                 hint=f"read the log: {log.path}",
@@ -114,8 +117,11 @@ def _wait_until_ready(
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor, which stops all that it has started; a further Ctrl-C does not interrupt this."""
-    process.terminate()
+    """End the supervisor, which stops all that it has started, but ends no job. A further Ctrl-C does not
+    interrupt this."""
+    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+
+    process.send_signal(KEEP_JOBS_SIGNAL)
     while process.poll() is None:
         with contextlib.suppress(KeyboardInterrupt):
             process.wait()
@@ -126,15 +132,12 @@ class _LogFollower:
 
     def __init__(self, path: Path, offset_bytes: int) -> None:
         self.path = path
-        self.waiting_line = ""
-        """What the process waits for; empty while it waits for nothing."""
         self._offset_bytes = offset_bytes
         self._read_until_bytes = offset_bytes
+        self._waiting_line = ""
+        """What the process waits for; empty while it waits for nothing."""
+        self._printed_warnings: set[str] = set()
         self._print_progress = output.ProgressPrinter()
-
-    @property
-    def has_missing_servers(self) -> bool:
-        return "etcd members" in self.waiting_line
 
     def print_new_lines(self) -> None:
         """Print warnings, and what the process waits for."""
@@ -143,18 +146,20 @@ class _LogFollower:
             complete = file.read(_LOG_BYTES_PRINTED_MAX).rpartition(b"\n")[0]
         self._read_until_bytes += len(complete) + 1 if complete else 0
         for line in complete.decode("utf-8", "replace").splitlines():
-            self.waiting_line = output.to_one_line(line) if line.startswith("waiting for ") else ""
+            self._waiting_line = output.to_one_line(line) if line.startswith("waiting for ") else ""
             if line.startswith(_WARNING_PREFIX):
+                self._printed_warnings.add(line)
                 self._print_progress(output.to_one_line(line))
-        if self.waiting_line:
-            self._print_progress(self.waiting_line)
+        if self._waiting_line:
+            self._print_progress(self._waiting_line)
 
-    def print_everything(self) -> None:
-        """Print the output of the process from its start."""
+    def print_rest(self) -> None:
+        """Print the output of the process from its start, without the warnings that were printed."""
         with self.path.open("rb") as file:
             file.seek(self._offset_bytes)
             for line in file.read(_LOG_BYTES_PRINTED_MAX).decode("utf-8", "replace").splitlines():
-                output.print_message(output.to_one_line(line))
+                if line not in self._printed_warnings:
+                    output.print_message(output.to_one_line(line))
 
 
 def _shared_option_arguments(invocation: Invocation) -> list[str]:

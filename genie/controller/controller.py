@@ -163,6 +163,7 @@ class Controller:
             name=self._name,
             etcd_member=etcd_member,
             get_owner_token_id=partial(find_owner_token_id, self._state_dir),
+            offload=self._offload,
             clock=self._clock,
             set_cluster_release=self._ledger.set_cluster_release,
         )

@@ -201,7 +201,8 @@ class Election:
     async def try_win_election(self, address: str, *, generation: int = 0) -> bool:
         """Acquire the leader key if it is free, or if this controller acquired it before a restart.
 
-        `generation` is that of the cluster: only a restore changes it, and only in an empty store."""
+        `generation` is that of the cluster: only a restore changes it, and only in an empty store. Raise
+        StoreCorruptError if the key cannot be read; other errors of the store are recorded."""
         self.cluster_generation = generation
         self._fencing_token = 0
         self._term_ended_event.clear()
@@ -211,6 +212,8 @@ class Election:
             if found is not None and not self._decode_leader_and_check_is_self(found):
                 return False
             won = await self._try_acquire_leadership(address, found, generation=generation)
+        except StoreCorruptError:
+            raise
         except StoreError as error:
             self._store_health.record_failure(error)
             return False

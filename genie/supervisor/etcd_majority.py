@@ -56,8 +56,8 @@ async def _describe_missing_members(member: LocalMember, child: Child) -> str:
     if any(_OTHER_CLUSTER_TEXT in line for line in child.last_log_lines(count=_LOG_LINES_READ)):
         return (
             f"{what}; another server belongs to another etcd cluster, such as after a restore there: to join "
-            "that cluster, run 'genie down', remove STATE/controller, STATE/etcd and STATE/owner.token, and "
-            "run 'genie join --server'"
+            "that cluster, run 'genie down --keep-jobs', remove STATE/controller, STATE/etcd and "
+            "STATE/owner.token, and run 'genie join --server'"
         )
     if not member.endpoints:
         return (

@@ -35,8 +35,10 @@ from genie.errors import (
     DeadlineError,
     GenieError,
     NodeRemovedError,
+    StoreFullError,
     TokenMissingError,
     UnreachableError,
+    UsageError,
 )
 from genie.model.messages import GetStatus
 from genie.model.names import address_text, parse_endpoint
@@ -106,9 +108,11 @@ class RunningCluster:
 class Supervisor:
     """Starts, restarts and stops the children. Created by `run_local_cluster` and `run_local_agent`."""
 
-    def __init__(self, settings: Settings, *, progress: ProgressPrinter) -> None:
+    def __init__(self, settings: Settings, *, progress: ProgressPrinter, is_program: bool) -> None:
         self.cluster: LocalCluster | None = None
         """Address of the controller, once it listens."""
+        self._is_program = is_program
+        """Whether this process has a process record."""
         self._settings = settings
         self._state_dir = settings.paths.state_dir.absolute()
         self._progress = _ignore_write_errors(progress)
@@ -122,7 +126,8 @@ class Supervisor:
         )
         self._restart_tasks: list[asyncio.Task[None]] = []
         self._is_stopped = False
-        self._keeps_jobs = False
+        self._keeps_jobs = True
+        """Until the start is complete: one that fails must not end what an earlier agent has left running."""
         self._address_being_joined = ""
         """Address of the cluster while the agent has not registered."""
 
@@ -165,9 +170,31 @@ class Supervisor:
         return member
 
     async def wait_for_etcd_majority(self, member: LocalMember) -> None:
-        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
-        await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
+        """Returns when the etcd cluster serves requests; reports meanwhile which members do not run, also in
+        the record of this process."""
+        child, reported = self._etcd.child, ""
+
+        def report(missing_servers: str) -> None:
+            nonlocal reported
+            self._progress(missing_servers)
+            if missing_servers != reported:
+                self._record_missing_servers(missing_servers)
+                reported = missing_servers
+
+        await wait_for_majority(member, child, state_dir=self._state_dir, progress=report)
+        if reported:
+            self._record_missing_servers("")
         member.write(self._state_dir)
+
+    def _record_missing_servers(self, missing_servers: str) -> None:
+        if not self._is_program:
+            return
+        try:
+            process_records.record_process(
+                self._state_dir, SUPERVISOR, os.getpid(), missing_servers=missing_servers
+            )
+        except StoreFullError as error:
+            _log.warning("could not record what this server waits for: %s", error)
 
     def report_removed_node(self, error: NodeRemovedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
@@ -186,6 +213,8 @@ class Supervisor:
             )
         token = parse_server_join_token(access.token)
         check_not_a_server(self._state_dir)
+        # Otherwise all jobs here are those of the node that a failed join removes again.
+        self._keeps_jobs = (self._state_dir / AGENTS_DIR).exists()
         join = ServerJoin(
             self._settings.controller,
             self._etcd,
@@ -265,7 +294,9 @@ class Supervisor:
         )
         return node
 
-    def restart_crashed_children(self, group: asyncio.TaskGroup) -> None:
+    def complete_start(self, group: asyncio.TaskGroup) -> None:
+        """Restarts crashed children from now on. From now on, `stop` ends the jobs of this machine."""
+        self._keeps_jobs = False
         for child in self._children:
             if child.pid is not None:
                 self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
@@ -275,7 +306,10 @@ class Supervisor:
         self._keeps_jobs = True
 
     async def stop(self) -> None:
-        """Stops the agent first, so that its last reports arrive, then the controller, then its store."""
+        """Stops the agent first, so that its last reports arrive, then the controller, then its store.
+
+        Ends the jobs of this machine if the start was complete, unless `keep_jobs_on_stop` was called.
+        """
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -425,7 +459,7 @@ async def run_local_cluster(
                     await supervisor.start_agent(access, rejoin=rejoin)
                 except NodeRemovedError as error:
                     supervisor.report_removed_node(error)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -445,7 +479,7 @@ async def run_local_agent(
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -468,7 +502,7 @@ async def run_joining_server(
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the server"):
             await supervisor.join_as_server(access, agent=agent)
-        supervisor.restart_crashed_children(group)
+        supervisor.complete_start(group)
         yield supervisor
 
 
@@ -482,7 +516,7 @@ async def _run_supervisor(
 ) -> AsyncIterator[tuple[Supervisor, asyncio.TaskGroup]]:
     """`is_program`: records this process as the supervisor, so that 'genie down' ends it."""
     state_dir = files.make_private_directory(settings.paths.state_dir)
-    supervisor = Supervisor(settings, progress=progress)
+    supervisor = Supervisor(settings, progress=progress, is_program=is_program)
     with hold_supervisor_lock(state_dir):
         if (found := find_running_cluster(state_dir)) is not None:
             raise _already_running_error(state_dir, found)
@@ -495,7 +529,10 @@ async def _run_supervisor(
             failure: BaseException | None = None
             try:
                 yield supervisor, group
-            except (Exception, asyncio.CancelledError) as error:
+            except Exception as error:
+                supervisor.keep_jobs_on_stop()  # nobody has asked to end them
+                failure = error
+            except asyncio.CancelledError as error:
                 failure = error
             finally:
                 try:
@@ -560,9 +597,12 @@ async def stop_running_cluster(
     """Stops the processes that `find_running_cluster` finds and returns them; None if there were none.
 
     Also ends jobs that an agent has left running, even if no process of the cluster is left. With
-    `keep_jobs`, the jobs go on until the next agent adopts them."""
+    `keep_jobs`, the jobs go on until the next agent adopts them. Raises UsageError for `keep_jobs` if another
+    program hosts the cluster: it ends the jobs when it ends."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
+    if keep_jobs and found is not None and SUPERVISOR not in found.pids:
+        _check_not_hosted(state_dir, found)
     agent_s = agent_grace_s + _AGENT_STOP_GRACE_MARGIN_S
     # The supervisor first: it stops the others in order, and would restart them otherwise.
     supervisor_s = agent_s + _CONTROLLER_STOP_GRACE_S + _ETCD_STOP_GRACE_S + _AGENT_STOP_GRACE_MARGIN_S
@@ -612,7 +652,7 @@ def make_owner_access(state_dir: Path, cluster: LocalCluster) -> ClusterConfig:
     token = read_owner_token(state_dir)
     if token is None:
         raise TokenMissingError(
-            f"no owner token in {state_dir}", hint="run 'genie down' and 'genie up' again"
+            f"no owner token in {state_dir}", hint="run 'genie down --keep-jobs' and 'genie up' again"
         )
     return ClusterConfig(
         discovery_method="address", master_addr=cluster.host, master_port=cluster.port, token=str(token)
@@ -647,6 +687,22 @@ def hold_supervisor_lock(state_dir: Path) -> Iterator[None]:
         lock.release()
 
 
+def _check_not_hosted(state_dir: Path, found: RunningCluster) -> None:
+    """Raises UsageError if a program that is not `genie up` or `genie join` supervises this cluster."""
+    path = process_records.supervisor_lock_path(state_dir)
+    lock = files.FileLock.try_acquire(path)
+    if lock is not None:
+        lock.release()
+        return
+    holder = files.read_lock_holder_pid(path) or "(unknown)"
+    raise UsageError(
+        f"cannot keep the jobs: process {holder} hosts this cluster {found} with genie.init, and ends the "
+        "jobs when it ends",
+        hint="wait for that program, or run 'genie down', which ends the jobs now; a cluster that was "
+        "started with 'genie up' can be stopped without ending jobs",
+    )
+
+
 def _interrupted_join_error() -> ConfigError:
     return ConfigError(
         "the join of this machine as a server was interrupted, and what it had written is removed now",
@@ -661,7 +717,9 @@ def _already_running_error(
     elsewhere = f"set GENIE_STATE_DIR to another directory than {state_dir}"
     if found:
         return AgentRunningError(
-            f"already running {found}", hint=f"stop it with 'genie down', or {elsewhere}"
+            f"already running {found}",
+            hint="stop it with 'genie down --keep-jobs', after which its jobs continue, or with 'genie "
+            f"down', which ends them; or {elsewhere}",
         )
     # A server session holds the lock until it ends, even after 'genie down'.
     process = f"process {holder}" if holder else "another process"

@@ -122,6 +122,8 @@ class LocalNode:
         elif (refusal := await _find_refusal(node_dir, access)) is not None:
             has_join_token = access.token is not None and parse_token(access.token).kind is TokenKind.JOIN
             if not rejoin and not has_join_token:
+                if isinstance(refusal, NodeRemovedError):  # not if its token is only unknown there
+                    await self._end_jobs(node_dir)
                 raise _node_removed_error(node_dir.name, access, refusal)
             node_dir = await self._join_again(node_dir, access, refusal)
         self.node_id = node_dir.name
@@ -129,10 +131,14 @@ class LocalNode:
 
     async def _join_again(self, node_dir: Path, access: ClusterConfig, refusal: TokenRefusedError) -> Path:
         self._progress(f"{refusal.message}; joining again")
-        if count := await asyncio.to_thread(kill_jobs_of_stopped_agent, node_dir):
-            self._progress(f"ended processes of jobs that node {node_dir.name} had left running: {count}")
+        await self._end_jobs(node_dir)
         self.node_id = node_dir.name
         return await self._join_as_new_node(access)
+
+    async def _end_jobs(self, node_dir: Path) -> None:
+        """Ends what the agent of a removed node has left: the cluster has recorded its jobs as lost."""
+        if count := await asyncio.to_thread(kill_jobs_of_stopped_agent, node_dir):
+            self._progress(f"ended processes of jobs that node {node_dir.name} had left running: {count}")
 
     def _find_joined_node(self, access: ClusterConfig) -> Path | None:
         """Returns the directory of a node of this machine that has joined this cluster before.

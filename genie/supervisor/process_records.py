@@ -39,6 +39,8 @@ class ProcessRecord:
     """For the supervisor: whether all children have started."""
     node_id: str = ""
     """For an agent: its node ID."""
+    missing_servers: str = ""
+    """For the supervisor: what it waits for while there is no majority of the servers; empty otherwise."""
 
     @property
     def pid(self) -> int:
@@ -54,29 +56,38 @@ class ProcessRecord:
             "start": self.identity.start_mark,
             "ready": self.ready,
             "node_id": self.node_id,
+            "missing_servers": self.missing_servers,
         }
         files.write_private(_process_record_path(state_dir, self.name), json.dumps(body).encode())
 
 
 def record_process(
-    state_dir: Path, name: str, pid: int, *, ready: bool = False, node_id: str = ""
+    state_dir: Path,
+    name: str,
+    pid: int,
+    *,
+    ready: bool = False,
+    node_id: str = "",
+    missing_servers: str = "",
 ) -> ProcessRecord | None:
     """Writes the record of a process; None if it has already ended."""
-    record = make_process_record(name, pid, ready=ready, node_id=node_id)
+    record = make_process_record(name, pid, ready=ready, node_id=node_id, missing_servers=missing_servers)
     if record is not None:
         record.write(state_dir)
     return record
 
 
 def make_process_record(
-    name: str, pid: int, *, ready: bool = False, node_id: str = ""
+    name: str, pid: int, *, ready: bool = False, node_id: str = "", missing_servers: str = ""
 ) -> ProcessRecord | None:
     """The record of a process, not written yet; None if it has already ended."""
     identity = ProcessIdentity.of_pid(pid)
     return (
         None
         if identity is None
-        else ProcessRecord(name=name, identity=identity, ready=ready, node_id=node_id)
+        else ProcessRecord(
+            name=name, identity=identity, ready=ready, node_id=node_id, missing_servers=missing_servers
+        )
     )
 
 
@@ -86,7 +97,11 @@ def read_process_record(state_dir: Path, name: str) -> ProcessRecord | None:
         body = json.loads(_process_record_path(state_dir, name).read_text("utf-8"))
         identity = ProcessIdentity(int(body["pid"]), str(body["start"]))
         record = ProcessRecord(
-            name=name, identity=identity, ready=bool(body["ready"]), node_id=str(body.get("node_id", ""))
+            name=name,
+            identity=identity,
+            ready=bool(body["ready"]),
+            node_id=str(body.get("node_id", "")),
+            missing_servers=str(body.get("missing_servers", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

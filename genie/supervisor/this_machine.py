@@ -102,8 +102,8 @@ def find_unresponsive_controller_hint(host: str, port: int, *, state_dir: Path) 
         return ""
     return (
         f"the controller on this machine, process {record.pid}, is running but does not respond: see "
-        f"{process_records.log_path(state_dir, process_records.CONTROLLER)}, or restart it: 'genie down', "
-        "then 'genie up'"
+        f"{process_records.log_path(state_dir, process_records.CONTROLLER)}, or restart it: 'genie down "
+        "--keep-jobs', then 'genie up'"
     )
 
 

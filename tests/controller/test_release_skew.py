@@ -363,6 +363,31 @@ def test_field_that_not_all_servers_have_is_not_stored() -> None:
 # --- servers ------------------------------------------------------------------------------------
 
 
+async def test_owner_token_is_read_off_the_event_loop_until_it_is_known() -> None:
+    found = ["", "token-1", "token-2"]
+    reads: list[str] = []
+
+    async def offload(work: Callable[[], Any], *, writes: bool = False) -> Any:
+        reads.append(work())
+        return reads[-1]
+
+    store = await MemoryStore.open(clock=FakeClock())
+    servers = ServerReleases(
+        store,
+        name="one",
+        clock=FakeClock(),
+        set_cluster_release=lambda _release: None,
+        get_owner_token_id=lambda: found.pop(0),
+        offload=offload,
+    )
+    for _ in range(3):
+        await servers.announce("one:5555")
+    assert reads == ["", "token-1"]
+    row = await store.get(SERVER_RELEASE_KEY_PREFIX + "one")
+    assert row is not None and b"token-1" in row.value
+    await store.close()
+
+
 async def test_release_of_the_cluster_is_the_lowest_of_its_servers_in_both_directions() -> None:
     clock, found = FakeClock(), list[Release]()
     store = await MemoryStore.open(clock=clock)

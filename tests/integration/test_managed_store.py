@@ -70,14 +70,28 @@ def output_of(server: Server, *arguments: str, fails: bool = False) -> str:
     return done.stdout + done.stderr
 
 
+def start_waiting_job(server: Server, go: Path) -> str:
+    script = f"echo before; while [ ! -e {go} ]; do sleep 0.05; done; echo after; exit 7"
+    job_id = server.run("submit", "--", "sh", "-c", script).stdout.strip()
+    wait_until(lambda: "before" in server.run("logs", job_id).stdout, timeout_s=60, what="the job runs")
+    return job_id
+
+
+def check_job_has_continued(server: Server, job_id: str, go: Path) -> None:
+    go.touch()
+    wait_until(lambda: "exit code 7" in server.run("jobs", "--all").stdout, timeout_s=60, what="its end")
+    assert server.run("logs", job_id).stdout == "before\nafter\n"
+
+
 def test_cluster_moves_from_sqlite_to_managed_etcd(servers: list[Server], tmp_path: Path) -> None:
     first, second, third = servers
     start_with_sqlite(first)
     fill(first)
+    job_id = start_waiting_job(first, tmp_path / "go")
     before = back_up(first, tmp_path / "before")
     migrate = ("store", "migrate", "--to", "etcd", "--bind", first.host, "--port", str(first.ports[0]))
     assert "another controller is using" in output_of(first, *migrate, fails=True)
-    first.run("down")
+    first.run("down", "--keep-jobs")
     assert "genie store migrate --to etcd" in output_of(first, "up", "--store", "etcd", fails=True)
     assert "with --bind" in output_of(first, "store", "migrate", "--to", "etcd", fails=True)
     moved = output_of(first, *migrate)
@@ -88,6 +102,7 @@ def test_cluster_moves_from_sqlite_to_managed_etcd(servers: list[Server], tmp_pa
     assert json.loads(first.run("status", "--json").stdout)["store"] == "etcd"
     assert back_up(first, tmp_path / "after") == before
     assert read_generation(tmp_path / "after") > read_generation(tmp_path / "before")
+    check_job_has_continued(first, job_id, tmp_path / "go")
     for other in (second, third):
         other.join(first.where, first.create_server_token(tmp_path / f"{other.name}.token"))
     assert [member["healthy"] for member in first.list_members()] == [True, True, True]
@@ -185,8 +200,9 @@ def test_repeated_restores_of_one_backup_get_different_generations(
 ) -> None:
     first, _, _ = servers
     first.start_first()
+    job_id = start_waiting_job(first, tmp_path / "go")
     back_up(first, tmp_path / "backup")
-    first.run("down")
+    first.run("down", "--keep-jobs")
     generations = [
         json.loads(first.run("store", "restore", str(tmp_path / "backup"), "--json").stdout)["generation"]
         for _ in range(3)
@@ -196,3 +212,4 @@ def test_repeated_restores_of_one_backup_get_different_generations(
     assert f"is not above {generations[-1]}" in output_of(first, *repeated, fails=True)
     first.run("up", "--detach")
     assert first.try_submit("after three restores")
+    check_job_has_continued(first, job_id, tmp_path / "go")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from genie.controller.etcd.local_member import LocalMember
+from genie.processes.process_identity import ProcessIdentity
 from genie.supervisor import local_cluster
 from tests.integration.test_servers import Server
 from tests.needs import require_program
@@ -112,6 +113,34 @@ def test_detached_start_reports_the_missing_server_and_goes_on_waiting(
     assert not is_stopped(first)
     second.run("up", "--detach")
     wait_until(lambda: first.try_submit("both run"), timeout_s=60, what="the waiting server takes part")
+
+
+def test_waiting_server_is_stopped_without_ending_the_jobs_of_its_machine(
+    servers: tuple[Server, Server], tmp_path: Path
+) -> None:
+    """Until it has started, 'genie down --keep-jobs' and Ctrl-C keep them."""
+    first, second = servers
+    pid_file = tmp_path / "pid"
+    first.run("submit", "--", "sh", "-c", f"echo $$ > {pid_file}; exec sleep 600")
+    wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), timeout_s=60)
+    process_of_job = ProcessIdentity.of_pid(int(pid_file.read_text()))
+    assert process_of_job is not None
+    (job,) = json.loads(first.run("jobs", "--json").stdout)["jobs"]
+    host = second if job["placements"][0]["node_id"] == second.name else first
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda each: each.run("down", "--keep-jobs"), servers))
+    with start_waiting(host, "up") as process:
+        host.run("down", "--keep-jobs")
+        process.wait(timeout=60)
+        assert is_stopped(host)
+    assert process_of_job.is_alive
+    with start_waiting(host, "up") as process:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+        assert is_stopped(host)
+    assert process_of_job.is_alive
+    host.run("down")
+    assert not process_of_job.is_alive
 
 
 def test_interrupted_detached_start_leaves_no_process(servers: tuple[Server, Server]) -> None:

@@ -40,7 +40,7 @@ from genie.processes.process_identity import ProcessIdentity
 from genie.runtime.credentials import LocalCluster
 from genie.supervisor import local_cluster, process_records
 from genie.supervisor.local_node import local_node_id
-from genie.tenancy.access import new_token
+from genie.tenancy.access import new_token, parse_token
 from tests.cluster.small_controller import TOKEN, SmallController
 from tests.waiting import until, wait_until
 
@@ -287,7 +287,9 @@ SUPERVISOR = """
     from genie.supervisor import local_cluster
 
     async def main():
-        settings = config.load({"paths.state_dir": sys.argv[1], "controller.port": 0})
+        settings = config.load(
+            {"paths.state_dir": sys.argv[1], "controller.port": 0, "cluster.node_id": "n1"}
+        )
         async with local_cluster.run_local_cluster(settings, progress=lambda line: None) as running:
             pathlib.Path(sys.argv[1], "ready").touch()
             await running.wait()
@@ -318,7 +320,9 @@ async def test_children_outlive_a_killed_supervisor_and_can_be_stopped(
 ) -> None:
     assert set(orphaned_processes) == {"controller", "agent"}
     assert all(is_alive(pid) for pid in orphaned_processes.values())
-    with pytest.raises(AgentRunningError, match="already running"):
+    with pytest.raises(
+        AgentRunningError, match=r"already running .*'genie down --keep-jobs', .*'genie down'"
+    ):
         async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             pass
     stopped = await local_cluster.stop_running_cluster(tmp_path, progress=progress)
@@ -377,6 +381,113 @@ async def test_stopping_ends_the_jobs_of_an_agent_that_was_killed_before(
     await local_cluster.stop_running_cluster(tmp_path, progress=progress)
     assert not is_alive(job_pid)
     assert any("jobs that an agent had left running" in line for line in progress.lines)
+
+
+@pytest.fixture
+async def kept_job_pid(orphaned_processes: dict[str, int], tmp_path: Path) -> int:
+    """Process ID of a job that `genie down --keep-jobs` has left running; no agent runs."""
+    job_pid = await submit_sleeping_job(tmp_path)
+    await local_cluster.stop_running_cluster(tmp_path, keep_jobs=True)
+    assert is_alive(job_pid)
+    return job_pid
+
+
+async def test_failed_start_keeps_jobs_and_the_stop_of_a_complete_one_ends_them(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = load_settings(tmp_path, controller__port=server.getsockname()[1])
+        with pytest.raises(AddressInUseError):
+            async with local_cluster.run_local_cluster(settings, progress=progress):
+                pass
+    assert is_alive(kept_job_pid)
+    with pytest.raises(DeadlineError):
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=progress, timeout_s=0.01
+        ):
+            pass
+    assert is_alive(kept_job_pid)
+    with pytest.raises(UsageError, match="after the start"):
+        async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
+            raise UsageError("after the start")
+    assert is_alive(kept_job_pid), "nobody has asked to end it"
+    async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
+        assert is_alive(kept_job_pid)
+    assert not is_alive(kept_job_pid)
+
+
+async def test_interrupted_start_keeps_jobs_that_its_agent_has_adopted(
+    kept_job_pid: int, tmp_path: Path
+) -> None:
+    task: list[asyncio.Task[None]] = []
+
+    def interrupt_while_the_agent_registers(line: str) -> None:
+        found = local_cluster.find_running_cluster(tmp_path)
+        if line.startswith("starting the agent"):
+            assert found is not None
+            os.kill(found.pids["controller"], signal.SIGSTOP)
+        elif line.startswith("waiting for node n1 to register"):
+            task[0].cancel()
+        elif line == "stopping the controller":
+            assert found is not None
+            os.kill(found.pids["controller"], signal.SIGCONT)
+
+    async def start() -> None:
+        async with local_cluster.run_local_cluster(
+            load_settings(tmp_path), progress=interrupt_while_the_agent_registers
+        ):
+            raise AssertionError("it was cancelled before")
+
+    async with asyncio.TaskGroup() as group:
+        task.append(group.create_task(start()))
+        await asyncio.wait(task)
+    assert task[0].cancelled()
+    assert (tmp_path / "agents" / "n1" / "incarnation").read_text().strip() == "2"
+    assert is_alive(kept_job_pid)
+    assert local_cluster.find_running_cluster(tmp_path) is None
+
+
+async def test_jobs_of_a_removed_node_are_ended_although_no_agent_is_started(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    """By 'genie forget', or by 'genie token revoke', which does not wait until the node counts as lost."""
+    settings = load_settings(tmp_path)
+    async with local_cluster.run_local_cluster(settings, progress=progress, agent=False) as running:
+        assert running.cluster is not None
+        access = local_cluster.make_owner_access(tmp_path, running.cluster)
+        async with open_client(replace(settings, cluster=access)) as client:
+            node_token = parse_token((tmp_path / "agents" / "n1" / "node.token").read_text())
+            await client.revoke_token(node_token.token_id)
+        running.keep_jobs_on_stop()
+    assert is_alive(kept_job_pid)
+    async with local_cluster.run_local_cluster(settings, progress=progress) as running:
+        assert not is_alive(kept_job_pid)
+        assert set(running.pids) == {"controller"}
+    assert progress.has("ended processes of jobs that node n1 had left running: ")
+    assert progress.has("no agent was started")
+
+
+async def test_jobs_are_kept_if_the_token_of_their_node_is_unknown(
+    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
+) -> None:
+    """Such as in a restored backup that is older than the node."""
+    path = tmp_path / "agents" / "n1" / "node.token"
+    path.write_text(str(replace(parse_token(path.read_text()), token_id="unknown")))
+    settings = load_settings(tmp_path)
+    async with local_cluster.run_local_cluster(settings, progress=progress) as running:
+        assert progress.has("no agent was started")
+        running.keep_jobs_on_stop()
+    assert is_alive(kept_job_pid)
+
+
+async def test_jobs_of_a_hosted_cluster_cannot_be_kept(
+    cluster: local_cluster.Supervisor, tmp_path: Path
+) -> None:
+    """The program with genie.init, for which this process stands in, ends them with itself."""
+    pids = cluster.pids
+    with pytest.raises(UsageError, match=rf"process {os.getpid()} hosts this cluster .*genie down'"):
+        await local_cluster.stop_running_cluster(tmp_path, keep_jobs=True)
+    assert all(is_alive(pid) for pid in pids.values())
 
 
 async def test_wait_returns_when_another_process_stops_the_children(
@@ -514,7 +625,7 @@ async def test_standby_reports_the_leader_and_its_agent_joins_there(
 ) -> None:
     state_dir = Path(os.environ["GENIE_STATE_DIR"])
     here = LocalCluster("127.0.0.1", controller.port, "c1")
-    supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress)
+    supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress, is_program=False)
     controller.leader = "10.0.0.7:5555"
     access = await supervisor.find_access_to_leader(here)
     assert access is not None

@@ -358,67 +358,58 @@ async def _supervise_until_signal_or_exit(
     supervision: AbstractAsyncContextManager[Supervisor], settings: Settings
 ) -> int:
     """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
+    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+
     ready = False
-    with _cancel_current_task_on_stop_signal() as stopped, _keep_jobs_at_signal() as keep_jobs_of:
+    with _cancel_current_task_on_signal(signal.SIGINT, signal.SIGTERM, KEEP_JOBS_SIGNAL) as received:
         try:
             async with supervision as supervisor:
-                keep_jobs_of.append(supervisor)
                 supervisor.record_ready()
                 ready = True
-                if supervisor.cluster is not None:
-                    await _print_started_cluster(settings)
-                else:
-                    output.write_line(_format_joined_message(settings, supervisor.node_id))
-                output.print_message("running; press Ctrl-C to stop")
-                await supervisor.wait()
-                output.print_message("stopped by another process")
+                try:
+                    await _report_start_and_wait(supervisor, settings)
+                finally:
+                    # Without a signal, what has stopped the agent has decided about its jobs.
+                    if not received or received[0] == KEEP_JOBS_SIGNAL:
+                        supervisor.keep_jobs_on_stop()
         except asyncio.CancelledError:
-            if not stopped:
+            if not received:
                 raise
     return 0 if ready else INTERRUPTED_EXIT_CODE
 
 
+async def _report_start_and_wait(supervisor: Supervisor, settings: Settings) -> None:
+    if supervisor.cluster is not None:
+        await _print_started_cluster(settings)
+    else:
+        output.write_line(_format_joined_message(settings, supervisor.node_id))
+    output.print_message("running; press Ctrl-C to stop")
+    await supervisor.wait()
+    output.print_message("stopped by another process")
+
+
 @contextlib.contextmanager
-def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
-    """Cancel the current task at the first Ctrl-C or SIGTERM; ignore further ones."""
+def _cancel_current_task_on_signal(*numbers: signal.Signals) -> Iterator[list[signal.Signals]]:
+    """Cancel the current task at the first of these signals; ignore further ones. The list contains those
+    that were received."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
-    seen: list[int] = []
+    received: list[signal.Signals] = []
 
-    def stop(number: int) -> None:
-        seen.append(number)
-        if len(seen) == 1:
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1:
             output.print_message("stopping")
             task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         loop.add_signal_handler(number, stop, number)
     try:
-        yield seen
+        yield received
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _keep_jobs_at_signal() -> Iterator[list[Supervisor]]:
-    """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of the supervisors in the list."""
-    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
-
-    supervisors: list[Supervisor] = []
-
-    def stop() -> None:
-        for supervisor in supervisors:
-            supervisor.keep_jobs_on_stop()
-        signal.raise_signal(signal.SIGTERM)
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(KEEP_JOBS_SIGNAL, stop)
-    try:
-        yield supervisors
-    finally:
-        loop.remove_signal_handler(KEEP_JOBS_SIGNAL)
 
 
 async def _print_started_cluster(settings: Settings) -> None:

@@ -135,7 +135,7 @@ class LockLease:
         """Acquire the lock; wait for it until the timeout, None: without a limit, 0: do not wait. Return
         whether it was acquired. After an error or a cancellation the lock is not held.
 
-        The last reply and the withdrawal may take up to LOCK_REPLY_ALLOWANCE_S + LOCKLOCK_WITHDRAW_TIMEOUT_S
+        The last reply and the withdrawal may take up to LOCK_REPLY_ALLOWANCE_S + LOCK_WITHDRAW_TIMEOUT_S
         more. `on_waiting` is called once if another client holds the lock.
         """
         deadline_s = None if timeout_s is None else self._clock.monotonic_s() + timeout_s

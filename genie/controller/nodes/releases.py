@@ -17,6 +17,7 @@ from genie.model.node import NodeInfo, NodeStatus
 from genie.model.record import Facts
 from genie.model.release import OWN_RELEASE, Release, parse_release
 from genie.processes.clock import Clock
+from genie.processes.tasks import Offload, run_inline
 from genie.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class ServerRelease(Facts, frozen=True, kw_only=True):
 
 
 class ServerReleases:
-    """`set_cluster_release` is called with the lowest release of all servers."""
+    """`set_cluster_release` is called with the lowest release of all servers; `offload` runs
+    `get_owner_token_id`."""
 
     def __init__(
         self,
@@ -54,10 +56,12 @@ class ServerReleases:
         set_cluster_release: Callable[[Release], None],
         etcd_member: str = "",
         get_owner_token_id: Callable[[], str] = str,
+        offload: Offload = run_inline,
     ) -> None:
         self._store = store
         self._etcd_member = etcd_member
         self._get_owner_token_id = get_owner_token_id
+        self._offload = offload
         self._key = SERVER_RELEASE_KEY_PREFIX + name
         self._clock = clock
         self._set_cluster_release = set_cluster_release
@@ -69,7 +73,9 @@ class ServerReleases:
         one that does not work with it, unless this server is already one of the cluster."""
         now = self._clock.wall_s()
         before = self._announced
-        owner_token_id = (before.owner_token_id if before else "") or self._get_owner_token_id()
+        owner_token_id = before.owner_token_id if before else ""
+        if not owner_token_id:
+            owner_token_id = await self._offload(self._get_owner_token_id)
         if (
             before is not None
             and before.address == address

@@ -6,6 +6,7 @@ its address, and no copy of it may be running. The key and its lease are in elec
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +66,8 @@ class Campaign:
                 return await self._announce_and_campaign(was_leader_lost=was_leader_lost)
             except (ReleaseSkewError, StoreCorruptError, StoreVersionError) as error:
                 self.obstacle.set_error(error)
-                await self._election.read_leader()  # to follow it
+                with contextlib.suppress(StoreCorruptError):  # perhaps that of the leader key, which is set
+                    await self._election.read_leader()  # to follow it
                 await self._addresses.refresh()
                 return False
         except (StoreError, LeadershipError) as error:
@@ -92,9 +94,11 @@ class Campaign:
         if must_announce:
             await self._addresses.register()
         self._is_announced = True
-        return await self._election.try_win_election(
+        has_won = await self._election.try_win_election(
             self._get_own_address(), generation=record.generation if record else 0
         )
+        self.obstacle.clear()
+        return has_won
 
     def record_failure(self, error: GenieError) -> None:
         """Log why a term could not begin."""

@@ -45,9 +45,13 @@ class LeadershipObstacle:
         self._error, self._row = error, row
 
     async def check_row_has_changed(self) -> None:
-        """Raise the recorded error while the row has not changed. Forget any other error."""
+        """Raise the recorded error while the row has not changed."""
         if self._row is not None and self._error is not None:
             found = await self._store.get(self._row.key)
             if found is not None and found.mod_revision == self._row.mod_revision:
                 raise self._error
+            self.clear()
+
+    def clear(self) -> None:
+        """Nothing prevents this controller from leading."""
         self._row = self._error = None

@@ -102,3 +102,28 @@ async def test_leader_that_cannot_read_its_tables_again_steps_down(tmp_path: Pat
 
         await until(alarms)
         assert "store key 'counter/sequence' cannot be read" in (await alarms())[0]
+
+
+async def test_unreadable_leader_key_is_an_alarm_and_logged_once_until_it_is_corrected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    async with running_controller(tmp_path, clock=clock, store=store) as one:
+        before = await store.get(LEADER_KEY)
+        assert before is not None
+        await store.commit([], [Put(LEADER_KEY, b"{")])
+        await one.restart()
+        async with one.client() as owner:
+            for _ in range(20):
+                await clock.advance(5.0)
+                status = await owner.status()
+                (alarm,) = status.alarms
+                assert alarm.startswith("this server cannot lead: store key 'leader' cannot be read")
+                assert status.store_ok
+            messages = [record.getMessage() for record in caplog.records]
+            assert len([text for text in messages if "'leader' cannot be read" in text]) == 1
+            await store.commit([], [Put(LEADER_KEY, before.value)])
+            await clock.advance(5.0)
+            await until(lambda: one.controller is not None and one.controller.is_leading)
+            assert (await owner.status()).alarms == ()
