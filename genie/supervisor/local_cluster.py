@@ -56,7 +56,7 @@ from genie.supervisor.etcd_member import (
     uses_local_etcd,
     with_settings_of_local_member,
 )
-from genie.supervisor.incomplete_join import undo_incomplete_join
+from genie.supervisor.incomplete_join import mark_join_complete, undo_incomplete_join
 from genie.supervisor.local_node import (
     LocalNode,
     address_of_access,
@@ -168,6 +168,8 @@ class Supervisor:
         """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
         await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
         member.write(self._state_dir)
+        if mark_join_complete(self._state_dir):
+            self._progress("continuing the join of this machine as a server, which was interrupted")
 
     def report_removed_node(self, error: NodeRemovedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
