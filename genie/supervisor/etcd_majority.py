@@ -30,8 +30,7 @@ async def wait_for_majority(
     member: LocalMember, child: Child, *, state_dir: Path, progress: Callable[[str], None]
 ) -> None:
     """Returns when a read through this member succeeds, which needs a majority. Reports what is missing every
-    few seconds. Promotes a learner whose join was interrupted. Raises LaunchError if the process of the member
-    ends."""
+    few seconds. Promotes a learner whose join was interrupted. Raises LaunchError if the process ends."""
     loop = asyncio.get_running_loop()
     report_at_s = loop.time() + _REPORT_INTERVAL_S
     while True:

@@ -6,9 +6,9 @@ The file is written before the key of the CA, and removed when all processes of 
 contains no secrets.
 
 The record of the etcd member (STATE/etcd/member.json) is written before the request that makes the member a
-voter. While it exists, the join is only undone after the member was removed from the cluster: without the data
-of a voter, a cluster of two would never have a majority again. After a crash, the next `genie up` continues
-such a join.
+voter. While it exists, the join is only undone after the member was removed from the cluster: without the
+data of a voter, a cluster of two would never have a majority again. After a crash, the next `genie up`
+continues such a join.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class IncompleteJoin:
         return removed
 
     def remove_written_files(self, state_dir: Path) -> None:
-        """Removes what the join has written, unless the etcd member may be a voter. Call it when its processes
-        have ended.
+        """Removes what the join has written, unless the etcd member may be a voter. Call it when its
+        processes have ended.
 
-        Ends the jobs of an agent of the join. Raises NodeError if some cannot be ended: their records are kept.
+        Ends the jobs of an agent of the join. Raises NodeError, and keeps their records, if that fails.
         """
         if self.may_vote(state_dir):
             return
@@ -133,8 +133,9 @@ def mark_join_complete(state_dir: Path) -> bool:
 
 
 async def undo_incomplete_join(state_dir: Path, *, progress: Callable[[str], None]) -> bool:
-    """Removes what a killed join has left, unless its etcd member may be a voter; returns whether it did. Call
-    it while no process of this state directory runs. Raises NodeError if jobs of the join cannot be ended."""
+    """Removes what a killed join has left, unless its etcd member may be a voter; returns whether it did.
+
+    Call it while no process of this state directory runs. Raises NodeError if jobs cannot be ended."""
     found = IncompleteJoin.read(state_dir)
     if found is None or found.may_vote(state_dir):
         return False

@@ -34,8 +34,8 @@ from genie.errors import (
     ConfigError,
     DeadlineError,
     GenieError,
-    NodeRemovedError,
     TokenMissingError,
+    TokenRefusedError,
     UnreachableError,
 )
 from genie.model.messages import GetStatus
@@ -171,7 +171,7 @@ class Supervisor:
         if mark_join_complete(self._state_dir):
             self._progress("continuing the join of this machine as a server, which was interrupted")
 
-    def report_removed_node(self, error: NodeRemovedError) -> None:
+    def report_refused_node(self, error: TokenRefusedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
         self._progress(
             f"warning: no agent was started: {error.message}; to add this machine again, run 'genie down' "
@@ -240,8 +240,8 @@ class Supervisor:
 
     async def start_agent(self, access: ClusterConfig, *, rejoin: bool = False) -> NodeInfo | None:
         """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
-        list nodes. Raises NodeRemovedError for a node that was removed, unless `rejoin` or a join token
-        allows it to join again."""
+        list nodes. Raises TokenRefusedError for a node that the cluster refuses, unless `rejoin` or a join
+        token allows it to join again."""
         node_dir = await self._local_node.find_or_join(access, rejoin=rejoin)
         self._progress(f"starting the agent of node {self.node_id}")
         before = _read_int_file(node_dir / "incarnation")
@@ -425,8 +425,8 @@ async def run_local_cluster(
             if runs_agent and access is not None:
                 try:
                     await supervisor.start_agent(access, rejoin=rejoin)
-                except NodeRemovedError as error:
-                    supervisor.report_removed_node(error)
+                except TokenRefusedError as error:
+                    supervisor.report_refused_node(error)
         supervisor.restart_crashed_children(group)
         yield supervisor
 

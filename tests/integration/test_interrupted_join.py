@@ -1,4 +1,4 @@
-"""`genie join --server`, killed with SIGKILL when its etcd member may already vote, and continued by `genie up`."""
+"""`genie join --server`, killed when its etcd member may already vote, and continued by `genie up`."""
 
 from __future__ import annotations
 
