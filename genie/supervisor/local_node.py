@@ -113,8 +113,8 @@ class LocalNode:
     async def find_or_join(self, access: ClusterConfig, *, rejoin: bool) -> Path:
         """Returns the directory of the node: one that has joined this cluster before, or a new one.
 
-        With `rejoin` or a join token, a node whose token the cluster refuses joins again; otherwise that raises
-        TokenRefusedError (NodeRemovedError if the cluster has removed it).
+        With `rejoin` or a join token, a node whose token the cluster refuses joins again; otherwise that
+        raises TokenRefusedError (NodeRemovedError if the cluster has removed it).
         """
         node_dir = self._find_joined_node(access)
         if node_dir is None:

@@ -30,6 +30,7 @@ from genie.errors import ConfigError, GenieError, TokenRefusedError
 from genie.model.names import address_text, is_loopback
 from genie.model.tenant import TokenKind
 from genie.processes import files
+from genie.processes.clock import SystemClock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.runtime.network import Network
 from genie.supervisor.etcd_member import (
@@ -92,6 +93,7 @@ async def fetch_server_credentials(
         state_dir=state_dir,
         network=network,
         timeout_s=_CONTROLLER_CALL_TIMEOUT_S,
+        clock=SystemClock(),
     )
     return client.decrypt_credentials(reply)
 

@@ -1,4 +1,4 @@
-"""Joining again on a machine whose node the cluster refuses, and what happens to the jobs that it has left."""
+"""Joining again on a machine whose node the cluster refuses, and the jobs that the node has left."""
 
 from __future__ import annotations
 
