@@ -29,7 +29,7 @@ from genie.controller.etcd.local_member import (
     make_managed_etcd_address,
 )
 from genie.controller.store.open import CONTROLLER_DIRECTORY
-from genie.errors import GenieError, StoreFullError
+from genie.errors import GenieError, StoreError, StoreFullError
 from genie.processes import files
 from genie.runtime.credentials import OWNER_TOKEN_FILE
 
@@ -83,10 +83,13 @@ class IncompleteJoin:
         try:
             address = make_managed_etcd_address(self.etcd_endpoints, state_dir=state_dir)
             async with open_etcd_cluster(address) as cluster:
-                for member in await cluster.list_members():
-                    if member.peer_url == self.peer_url:
-                        await cluster.remove_member(member.member_id)
-                        progress(f"removed etcd member {member.label} again")
+                members = await cluster.list_members()
+                found = [member for member in members if member.peer_url == self.peer_url]
+                if not found and self.may_vote(state_dir):  # the list of etcd 3.4 may be out of date
+                    raise StoreError("it is not in the list of members")
+                for member in found:
+                    await cluster.remove_member(member.member_id)
+                    progress(f"removed etcd member {member.label} again")
         except GenieError as error:
             remedy = (
                 "it may be a voter, so its data is kept: 'genie up' continues the join"
