@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -135,6 +136,19 @@ async def test_power_loss_while_joining_leaves_a_node_or_none(tmp_path: Path) ->
             if not power.has_failed:
                 break
     assert list_node_dirs(state_dir) == [state_dir / "agents" / "n1"]
+
+
+async def test_two_processes_may_finish_an_interrupted_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync_and_let_the_other_process_finish(descriptor: int) -> None:
+        with contextlib.suppress(OSError):  # as long as it is not empty
+            os.rmdir(tmp_path / "s" / "agents" / "n1" / "identity.next")
+
+    monkeypatch.setattr(os, "fsync", sync_and_let_the_other_process_finish)
+    async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
+        node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
+        assert read_identity(node_dir).port == fake.port
 
 
 async def test_join_token_is_not_sent_to_another_cluster(tmp_path: Path) -> None:
