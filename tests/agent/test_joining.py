@@ -143,7 +143,7 @@ async def test_two_processes_may_finish_an_interrupted_join(
 ) -> None:
     def sync_and_let_the_other_process_finish(descriptor: int) -> None:
         with contextlib.suppress(OSError):  # as long as it is not empty
-            os.rmdir(tmp_path / "s" / "agents" / "n1" / "identity.next")
+            (tmp_path / "s" / "agents" / "n1" / "identity.next").rmdir()
 
     monkeypatch.setattr(os, "fsync", sync_and_let_the_other_process_finish)
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
