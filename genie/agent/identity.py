@@ -80,7 +80,8 @@ def _finish_interrupted_join(node_dir: Path) -> None:
         with suppress(FileNotFoundError):  # it was replaced before the interruption
             (next_dir / name).replace(node_dir / name)
     files.sync_directory(node_dir)
-    next_dir.rmdir()
+    with suppress(FileNotFoundError):  # another process has finished it as well
+        next_dir.rmdir()
     files.sync_directory(node_dir)
 
 

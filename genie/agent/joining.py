@@ -3,17 +3,25 @@ a node identity. The controller assigns the node ID."""
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from genie.agent.identity import AGENTS_DIR, ControllerAddress, write_identity
-from genie.errors import NotLeaderError, ProtocolError, TokenRefusedError
+from genie.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    GenieError,
+    NotLeaderError,
+    ProtocolError,
+    TokenRefusedError,
+    UnreachableError,
+)
 from genie.model.messages import Message, Request
 from genie.model.messages.handshake import Join
 from genie.model.names import address_text, is_loopback, parse_endpoint, validate_node_id
 from genie.model.tenant import TokenKind
+from genie.processes.clock import Clock, SystemClock
 from genie.processes.tasks import Offload, run_inline
 from genie.runtime import rpc, tls
 from genie.runtime.credentials import make_pinned_client_tls
@@ -22,6 +30,7 @@ from genie.tenancy.access import NO_PIN, parse_token
 
 JOIN_TIMEOUT_S = 15.0
 _ELECTION_RETRY_INTERVAL_S = 0.5
+_ATTEMPT_TIMEOUT_S_MIN = 0.001
 
 _Reply = TypeVar("_Reply", bound=Message)
 
@@ -37,6 +46,7 @@ async def join_cluster(
     is_node_id_fixed: bool = False,
     offload: Offload = run_inline,
     timeout_s: float = JOIN_TIMEOUT_S,
+    clock: Clock | None = None,
 ) -> Path:
     """Returns the directory of the new node. With `is_node_id_fixed`, a node ID that is in use is an error.
     `offload` writes the identity.
@@ -60,7 +70,13 @@ async def join_cluster(
         must_get_requested_id=is_node_id_fixed,
     )
     joined, (host, port) = await call_leader(
-        request, (host, port), pin=token.pin, state_dir=state_dir, network=network, timeout_s=timeout_s
+        request,
+        (host, port),
+        pin=token.pin,
+        state_dir=state_dir,
+        network=network,
+        timeout_s=timeout_s,
+        clock=clock or SystemClock(),
     )
     node_id = validate_node_id(joined.node_id, what="the node ID from the controller,")
     if token.pin != NO_PIN and tls.fingerprint(joined.ca_pem) != token.pin:
@@ -87,27 +103,40 @@ async def call_leader(
     state_dir: Path,
     network: Network,
     timeout_s: float,
+    clock: Clock,
 ) -> tuple[_Reply, ControllerAddress]:
     """Sends a request that needs no login to the leader; `server` may be a standby, which names the leader.
     Returns the reply and the address of the leader. Each server is verified against the pin.
 
-    While none leads, such as during an election, tries again. Raises NotLeaderError after `timeout_s`.
+    While none leads, such as during an election, or while the named leader cannot be reached, asks `server`
+    again until `timeout_s`. A request whose reply was lost is not repeated: its token may be used up.
     """
-    loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
-    host, port = server
+    deadline_s = clock.monotonic_s() + timeout_s
+    target = server
     while True:
-        trusted = await make_pinned_client_tls(
-            network, host, port, pin=pin, state_dir=state_dir, timeout_s=timeout_s
-        )
+        remaining_s = max(deadline_s - clock.monotonic_s(), _ATTEMPT_TIMEOUT_S_MIN)
+        # A leader that was lost with its machine may not respond: reserves time to ask for the next one.
+        attempt_s = remaining_s if target == server else remaining_s / 2
+        is_sent = False
         try:
-            async with rpc.dial(network, host, port, tls=trusted, timeout_s=timeout_s) as peer:
-                return await peer.call(request, timeout_s=timeout_s), (host, port)
+            trusted = await make_pinned_client_tls(
+                network, *target, pin=pin, state_dir=state_dir, timeout_s=attempt_s
+            )
+            async with rpc.dial(network, *target, tls=trusted, timeout_s=attempt_s) as peer:
+                remaining_s = max(deadline_s - clock.monotonic_s(), _ATTEMPT_TIMEOUT_S_MIN)
+                is_sent = True
+                return await peer.call(request, timeout_s=remaining_s), target
         except NotLeaderError as error:
-            if loop.time() >= deadline_s:
-                raise
+            failure: GenieError = error
             leader = parse_endpoint(error.leader) if error.leader else server
-            if leader == (host, port) or (pin == NO_PIN and not is_loopback(leader[0])):
-                await asyncio.sleep(_ELECTION_RETRY_INTERVAL_S)
-            else:
-                host, port = leader
+        except (UnreachableError, ConnectionLostError, DeadlineError) as error:
+            if target == server or is_sent:
+                raise
+            failure, leader = error, server
+        if pin == NO_PIN and not is_loopback(leader[0]):
+            leader = server
+        if leader == server or target != server:  # otherwise two servers that name each other, without end
+            await clock.sleep(_ELECTION_RETRY_INTERVAL_S)
+        if clock.monotonic_s() >= deadline_s:
+            raise failure
+        target = leader

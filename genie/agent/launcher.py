@@ -35,7 +35,7 @@ from genie.agent.journal import (
     parse_exit_record,
 )
 from genie.agent.leftovers import JOB_DIR_VARIABLE, AdoptedJob, JobProcesses, ShimConnection
-from genie.errors import NodeUnfitError, StoreFullError
+from genie.errors import NodeError, NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.processes import cgroups, files, process_table
 from genie.processes.process_identity import ProcessIdentity
@@ -459,17 +459,21 @@ def kill_jobs_of_stopped_agents(agents_dir: Path, *, excluded_node_id: str = "")
     return sum(map(kill_jobs_of_stopped_agent, node_dirs))
 
 
-def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
+def kill_jobs_of_stopped_agent(node_dir: Path, *, must_end: bool = False) -> int:
     """Kills what an agent that was killed has left running, and removes what it has left to be started, if no
-    agent of the node runs now. Returns the number of processes. Blocks."""
+    agent of the node runs now. Returns the number of processes. Blocks.
+
+    With `must_end`, raises NodeError if processes survive, or if an agent of the node may be running."""
     if not (node_dir / "jobs").is_dir():
         return 0
     try:
         lock = files.FileLock.try_acquire(node_dir / AGENT_LOCK_FILE)
     except OSError as error:
         _log.warning("could not look for jobs that are left in %s: %s", node_dir, error.strerror)
-        return 0
+        lock = None
     if lock is None:
+        if must_end:
+            raise NodeError(f"could not end the jobs in {node_dir}: an agent of that node may be running")
         return 0
     try:
         groups = leftovers.read_recorded_control_groups(node_dir / leftovers.CONTROL_GROUPS_FILE)
@@ -480,6 +484,8 @@ def kill_jobs_of_stopped_agent(node_dir: Path) -> int:
         lock.release()
     if survivors:
         _log.error("after the end of the agent: %s", leftovers.describe_survivors(survivors))
+        if must_end:
+            raise NodeError(f"could not end all jobs: {leftovers.describe_survivors(survivors)}")
     return count - len(survivors)
 
 

@@ -286,13 +286,16 @@ def _check_server_join(state_dir: Path) -> Iterator[CheckOutcome]:
     from genie.supervisor.incomplete_join import IncompleteJoin
     from genie.supervisor.local_cluster import find_running_cluster
 
-    if IncompleteJoin.read(state_dir) is None or find_running_cluster(state_dir) is not None:
+    incomplete = IncompleteJoin.read(state_dir)
+    if incomplete is None or find_running_cluster(state_dir) is not None:
         return
     yield CheckOutcome(
         name="server join",
         verdict=CheckVerdict.FAILED,
         found=f"a join of this machine as a server was interrupted; {state_dir} has the key of the CA",
-        fix="repeat 'genie join --server' with a new token, or run 'genie up': both remove what it left",
+        fix="run 'genie up', which continues the join: etcd already has this machine as a member"
+        if incomplete.may_vote(state_dir)
+        else "repeat 'genie join --server' with a new token, or run 'genie up': both remove what it left",
     )
 
 

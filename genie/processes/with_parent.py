@@ -7,18 +7,15 @@ is run all the same.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from genie.processes import process_table
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
     """Replace this process by the program."""
     parent_pid, *command = arguments
-    process_table.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process_table.end_with_parent()
     if os.getppid() == int(parent_pid):  # else it has ended before the call above
         os.execvp(command[0], command)  # noqa: S606 - no shell
 

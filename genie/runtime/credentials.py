@@ -34,7 +34,7 @@ from genie.model.release import check_releases_work_together
 from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.runtime import logins, rpc, tls
-from genie.runtime.known_servers import read_generation, read_known_servers
+from genie.runtime.known_servers import generation_path, read_generation, read_known_servers
 from genie.runtime.network import ClientTls, Network
 from genie.tenancy.access import NO_PIN, Token, parse_token
 from genie.version import __version__
@@ -64,6 +64,8 @@ class Access:
     """Further known controllers of the cluster, used when the first cannot be reached."""
     generation: int = 0
     """The highest known generation of the cluster; servers of a lower one are rejected."""
+    generation_file: Path | None = None
+    """Where this machine stores that generation; None if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ async def find_access(
         source=source,
         other_servers=others,
         generation=read_generation(state_dir, token.pin),
+        generation_file=generation_path(state_dir, token.pin),
     )
 
 
@@ -236,7 +239,7 @@ async def connect_authenticated(
             check_releases_work_together(
                 peer_version=welcome.version, peer=f"the controller {peer.name}", this_side="this side"
             )
-            _check_generation(welcome, peer.name, known=access.generation)
+            _check_generation(welcome, peer.name, access)
             peer.set_release(welcome.version)
         except (TokenRefusedError, TlsError) as error:
             remaining_s = max(deadline - asyncio.get_running_loop().time(), 0.001)
@@ -247,14 +250,17 @@ async def connect_authenticated(
         yield peer, welcome
 
 
-def _check_generation(welcome: Welcome, peer: str, *, known: int) -> None:
+def _check_generation(welcome: Welcome, peer: str, access: Access) -> None:
     """Raises OutdatedLeaderError for a server whose store was replaced by a restored backup."""
+    known, path = access.generation, access.generation_file
+    forget = "" if path is None else f"if the other one was only a test, remove {path} on this machine; "
     if welcome.generation is not None and welcome.generation < known:
         raise OutdatedLeaderError(
             f"{peer} has generation {welcome.generation} of the cluster, but generation {known} exists: "
             "a backup was restored on other servers, which replace this one",
-            hint="stop that server with 'genie down', and connect to a restored one; if it is the right one, "
-            f"restore a backup of it with 'genie store restore --generation {known + 1}'",
+            hint=f"stop that server with 'genie down', and connect to a restored one; {forget}if this "
+            f"server is the right one, restore a backup of it with 'genie store restore --generation "
+            f"{known + 1}'",
         )
 
 

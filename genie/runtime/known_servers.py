@@ -60,7 +60,7 @@ def read_generation(state_dir: Path, pin: str) -> int:
     if pin == NO_PIN:
         return 0
     try:
-        text = files.read_small_file(_generation_path(state_dir, pin)).strip()
+        text = files.read_small_file(generation_path(state_dir, pin)).strip()
         return int(text) if text.isascii() and text.isdecimal() else 0
     except (OSError, ValueError):
         return 0
@@ -69,7 +69,7 @@ def read_generation(state_dir: Path, pin: str) -> int:
 def store_generation(state_dir: Path, pin: str, generation: int) -> None:
     """Stores the generation if it is higher than the stored one. Blocks."""
     if pin != NO_PIN and generation > read_generation(state_dir, pin):
-        files.write_private(_generation_path(state_dir, pin), f"{generation}\n".encode())
+        files.write_private(generation_path(state_dir, pin), f"{generation}\n".encode())
 
 
 class ServerList:
@@ -187,7 +187,8 @@ def _try_parse_address(text: str) -> Address | None:
         return None
 
 
-def _generation_path(state_dir: Path, pin: str) -> Path:
+def generation_path(state_dir: Path, pin: str) -> Path:
+    """The file of the highest generation of this cluster."""
     return state_dir / _KNOWN_SERVERS_FOLDER / f"{pin}.generation"
 
 

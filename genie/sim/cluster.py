@@ -477,4 +477,5 @@ class SimCluster:
             is_node_id_fixed=True,
             network=SimNetwork(self.world, host),
             offload=self._disk_of(host),
+            clock=SimClock(self.world, host),
         )

@@ -16,6 +16,7 @@ from genie.controller.etcd.local_member import LocalMember
 from genie.errors import StoreAccessError, StoreUnavailableError
 from genie.model.names import parse_endpoint
 from genie.supervisor.child import Child
+from genie.supervisor.incomplete_join import try_promote_member_of_incomplete_join
 
 _READ_TIMEOUT_S = 1.0
 _CONNECT_TIMEOUT_S = 1.0
@@ -29,13 +30,14 @@ async def wait_for_majority(
     member: LocalMember, child: Child, *, state_dir: Path, progress: Callable[[str], None]
 ) -> None:
     """Returns when a read through this member succeeds, which needs a majority. Reports what is missing every
-    few seconds. Raises LaunchError if the process of the member ends."""
+    few seconds. Promotes a learner whose join was interrupted. Raises LaunchError if the process ends."""
     loop = asyncio.get_running_loop()
     report_at_s = loop.time() + _REPORT_INTERVAL_S
     while True:
         child.check_not_exited()
         if await _can_read(member, state_dir=state_dir):
             return
+        await try_promote_member_of_incomplete_join(member, state_dir=state_dir)
         if loop.time() >= report_at_s:
             progress(await _describe_missing_members(member, child))
             report_at_s = loop.time() + _REPORT_INTERVAL_S

@@ -32,6 +32,7 @@ from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE, 
 from genie.errors import (
     AgentRunningError,
     ConfigError,
+    DeadlineError,
     StoreAccessError,
     StoreFullError,
     StoreUnavailableError,
@@ -51,6 +52,7 @@ ETCD_FREE_DISK_BYTES_MIN = 256 * 1024**2
 SLOW_FSYNC_WARNING_THRESHOLD_S = 0.02
 _FSYNC_PROBE_COUNT = 10
 _FSYNC_PROBE_BYTES = 2048
+ETCD_START_TIMEOUT_S = 60.0
 _ETCD_VERSION_TIMEOUT_S = 10.0
 _ETCD_READY_POLL_S = 0.05
 _ETCD_READY_PROBE_TIMEOUT_S = 1.0
@@ -288,15 +290,18 @@ class EtcdMemberProcess:
         initial_cluster: str = "",
         is_new_cluster: bool = True,
         data_directory: Path | None = None,
+        timeout_s: float = ETCD_START_TIMEOUT_S,
     ) -> None:
-        """Launches etcd and waits until it serves requests, which needs a majority."""
+        """Launches etcd and waits until it serves requests, which needs a majority.
+
+        Raises DeadlineError after `timeout_s`."""
         await self.launch(
             member,
             initial_cluster=initial_cluster,
             is_new_cluster=is_new_cluster,
             data_directory=data_directory,
         )
-        await self._wait_until_member_responds(member)
+        await self._wait_until_member_responds(member, timeout_s=timeout_s)
 
     async def launch(
         self,
@@ -344,19 +349,33 @@ class EtcdMemberProcess:
             this_machine.check_port_free(member.bind, port, hint=f"{hint}, or set {variable}")
         return program
 
-    async def _wait_until_member_responds(self, member: LocalMember) -> None:
+    async def _wait_until_member_responds(self, member: LocalMember, *, timeout_s: float) -> None:
         """A new learner answers, too."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while not await self._is_responding(member):
+            self.child.check_not_exited()
+            if loop.time() >= deadline_s:
+                raise self._start_timeout_error(member, timeout_s)
+            await asyncio.sleep(_ETCD_READY_POLL_S)
+
+    async def _is_responding(self, member: LocalMember) -> bool:
         from genie.controller.store.etcd_channels import EtcdChannels
 
-        loop = asyncio.get_running_loop()
         address = replace(member, endpoints=()).address(self._state_dir)
-        while True:
-            self.child.check_not_exited()
-            channels = EtcdChannels(address, clock=SystemClock())
-            try:
-                await channels.get_ready_member(loop.time() + _ETCD_READY_PROBE_TIMEOUT_S)
-                return
-            except (StoreUnavailableError, StoreAccessError):
-                await asyncio.sleep(_ETCD_READY_POLL_S)
-            finally:
-                await channels.close()
+        channels = EtcdChannels(address, clock=SystemClock())
+        try:
+            await channels.get_ready_member(asyncio.get_running_loop().time() + _ETCD_READY_PROBE_TIMEOUT_S)
+            return True
+        except (StoreUnavailableError, StoreAccessError):
+            return False
+        finally:
+            await channels.close()
+
+    def _start_timeout_error(self, member: LocalMember, timeout_s: float) -> DeadlineError:
+        lines = self.child.last_log_lines()
+        output = "; its last output:\n  " + "\n  ".join(lines) if lines else " and has written no output"
+        return DeadlineError(
+            f"etcd member {member.name} did not respond on {member.endpoint} within {timeout_s:g} s{output}",
+            hint=f"see the log {self.child.log_path}",
+        )

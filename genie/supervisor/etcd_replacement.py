@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from genie.agent.identity import AGENTS_DIR
+from genie.agent.identity import list_node_dirs
 from genie.config import Settings
 from genie.controller.etcd.local_member import LocalMember, ca_path
 from genie.controller.etcd.replacement import (
@@ -161,6 +161,6 @@ async def _check_other_members_stopped(state_dir: Path, progress: ProgressPrinte
 
 def _find_node_id_of_machine(settings: Settings) -> str:
     """The node ID of this machine's agent, so that member and node have the same name."""
-    found = sorted((settings.paths.state_dir / AGENTS_DIR).glob("*/node.token"))
+    found = list_node_dirs(settings.paths.state_dir)
     is_configured = settings.sources["cluster.node_id"] != "default"
-    return found[0].parent.name if len(found) == 1 and not is_configured else local_node_id(settings)
+    return found[0].name if len(found) == 1 and not is_configured else local_node_id(settings)

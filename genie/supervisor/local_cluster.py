@@ -34,9 +34,9 @@ from genie.errors import (
     ConfigError,
     DeadlineError,
     GenieError,
-    NodeRemovedError,
     StoreFullError,
     TokenMissingError,
+    TokenRefusedError,
     UnreachableError,
     UsageError,
 )
@@ -58,7 +58,7 @@ from genie.supervisor.etcd_member import (
     uses_local_etcd,
     with_settings_of_local_member,
 )
-from genie.supervisor.incomplete_join import undo_incomplete_join
+from genie.supervisor.incomplete_join import mark_join_complete, undo_incomplete_join
 from genie.supervisor.local_node import (
     LocalNode,
     address_of_access,
@@ -185,6 +185,8 @@ class Supervisor:
         if reported:
             self._record_missing_servers("")
         member.write(self._state_dir)
+        if mark_join_complete(self._state_dir):
+            self._progress("continuing the join of this machine as a server, which was interrupted")
 
     def _record_missing_servers(self, missing_servers: str) -> None:
         if not self._is_program:
@@ -196,7 +198,7 @@ class Supervisor:
         except StoreFullError as error:
             _log.warning("could not record what this server waits for: %s", error)
 
-    def report_removed_node(self, error: NodeRemovedError) -> None:
+    def report_refused_node(self, error: TokenRefusedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
         self._progress(
             f"warning: no agent was started: {error.message}; to add this machine again, run 'genie down' "
@@ -267,8 +269,8 @@ class Supervisor:
 
     async def start_agent(self, access: ClusterConfig, *, rejoin: bool = False) -> NodeInfo | None:
         """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
-        list nodes. Raises NodeRemovedError for a node that was removed, unless `rejoin` or a join token
-        allows it to join again."""
+        list nodes. Raises TokenRefusedError for a node that the cluster refuses, unless `rejoin` or a join
+        token allows it to join again."""
         node_dir = await self._local_node.find_or_join(access, rejoin=rejoin)
         self._progress(f"starting the agent of node {self.node_id}")
         before = _read_int_file(node_dir / "incarnation")
@@ -457,8 +459,8 @@ async def run_local_cluster(
             if runs_agent and access is not None:
                 try:
                     await supervisor.start_agent(access, rejoin=rejoin)
-                except NodeRemovedError as error:
-                    supervisor.report_removed_node(error)
+                except TokenRefusedError as error:
+                    supervisor.report_refused_node(error)
         supervisor.complete_start(group)
         yield supervisor
 

@@ -113,8 +113,8 @@ class LocalNode:
     async def find_or_join(self, access: ClusterConfig, *, rejoin: bool) -> Path:
         """Returns the directory of the node: one that has joined this cluster before, or a new one.
 
-        With `rejoin` or a join token, a node that the cluster has removed joins again; otherwise that raises
-        NodeRemovedError.
+        With `rejoin` or a join token, a node whose token the cluster refuses joins again; otherwise that
+        raises TokenRefusedError (NodeRemovedError if the cluster has removed it).
         """
         node_dir = self._find_joined_node(access)
         if node_dir is None:
@@ -124,16 +124,20 @@ class LocalNode:
             if not rejoin and not has_join_token:
                 if isinstance(refusal, NodeRemovedError):  # not if its token is only unknown there
                     await self._end_jobs(node_dir)
-                raise _node_removed_error(node_dir.name, access, refusal)
+                raise _not_accepted_error(node_dir.name, access, refusal)
             node_dir = await self._join_again(node_dir, access, refusal)
         self.node_id = node_dir.name
         return node_dir
 
     async def _join_again(self, node_dir: Path, access: ClusterConfig, refusal: TokenRefusedError) -> Path:
         self._progress(f"{refusal.message}; joining again")
-        await self._end_jobs(node_dir)
         self.node_id = node_dir.name
-        return await self._join_as_new_node(access)
+        joined = await self._join_as_new_node(access)
+        # An unknown token proves nothing (docs/decisions/0002-dead-man-timer.md): those jobs go on, and the
+        # leader decides about them when the agent has registered.
+        if isinstance(refusal, NodeRemovedError):
+            await self._end_jobs(node_dir)
+        return joined
 
     async def _end_jobs(self, node_dir: Path) -> None:
         """Ends what the agent of a removed node has left: the cluster has recorded its jobs as lost."""
@@ -216,10 +220,12 @@ async def _find_refusal(node_dir: Path, access: ClusterConfig) -> TokenRefusedEr
         return None  # the agent retries, and renews an expired certificate
 
 
-def _node_removed_error(node_id: str, access: ClusterConfig, refusal: TokenRefusedError) -> NodeRemovedError:
+def _not_accepted_error(node_id: str, access: ClusterConfig, refusal: TokenRefusedError) -> TokenRefusedError:
     where = address_text(*address_of_access(access))
-    return NodeRemovedError(
-        f"the cluster does not accept node {node_id}: {refusal.message}",
+    is_removed = isinstance(refusal, NodeRemovedError)
+    kept = "" if is_removed else "; this may be another state of the cluster, so jobs of the node go on"
+    return (NodeRemovedError if is_removed else TokenRefusedError)(
+        f"the cluster does not accept node {node_id}: {refusal.message}{kept}",
         hint="to add this machine again, create a token with 'genie token create --join' on a server, then "
         f"run 'genie join {where} --token-file FILE' here",
     )

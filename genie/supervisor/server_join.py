@@ -2,7 +2,7 @@
 
 Fetches the CA of the cluster inside the join, encrypted (controller/server_credentials_handover.py), and adds
 an etcd member: first as a learner, which does not vote, and as a voter once it has caught up.
-`remove_added_member` and `remove_written_files` undo it.
+`remove_added_member` and `remove_written_files` undo it (incomplete_join.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from genie.controller.etcd.local_member import (
 )
 from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
-from genie.errors import ConfigError, TokenRefusedError
+from genie.errors import ConfigError, GenieError, TokenRefusedError
 from genie.model.names import address_text, is_loopback
 from genie.model.tenant import TokenKind
 from genie.processes import files
+from genie.processes.clock import SystemClock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.runtime.network import Network
 from genie.supervisor.etcd_member import (
@@ -92,6 +93,7 @@ async def fetch_server_credentials(
         state_dir=state_dir,
         network=network,
         timeout_s=_CONTROLLER_CALL_TIMEOUT_S,
+        clock=SystemClock(),
     )
     return client.decrypt_credentials(reply)
 
@@ -142,12 +144,18 @@ class ServerJoin:
         """Removes the member; best effort. Call it while the etcd of this machine still runs: in a cluster of
         two, removing one takes both."""
         if self._incomplete is not None:
-            await self._incomplete.remove_added_member(self._state_dir, progress=self._progress)
+            self._incomplete = await self._incomplete.remove_added_member(
+                self._state_dir, progress=self._progress
+            )
 
     def remove_written_files(self) -> None:
-        """Removes what the join has written. Call it when the processes have ended."""
+        """Removes what the join has written, unless its etcd member is still one. Call it when the processes
+        have ended."""
         if self._incomplete is not None:
-            self._incomplete.remove_written_files(self._state_dir)
+            try:
+                self._incomplete.remove_written_files(self._state_dir)
+            except GenieError as error:  # the error of the join takes precedence; the next command repeats it
+                self._progress(f"warning: could not remove all files of the join: {error.message}")
 
     def mark_complete(self) -> None:
         """Call it when all processes have started: the join is not undone any more."""
@@ -182,10 +190,10 @@ class ServerJoin:
         names[added.member_id] = member.name
         peers = [(names[each.member_id], each.peer_url) for each in members]
         await self._etcd.start(member, initial_cluster=format_initial_cluster(peers), is_new_cluster=False)
+        # Before the promotion: from this record on, the data of the member is kept (incomplete_join.py).
+        member.with_endpoints({each.endpoint for each in existing if each.endpoint}).write(self._state_dir)
         self._progress("waiting until the etcd member has caught up")
         await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_MEMBER_TIMEOUT_S)
-        endpoints = {each.endpoint for each in existing if each.endpoint}
-        member.with_endpoints(endpoints).write(self._state_dir)
 
 
 def _check_reachable_by_servers(member: LocalMember, host: str) -> None:

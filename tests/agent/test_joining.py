@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +23,7 @@ from genie.agent.joining import join_cluster
 from genie.errors import (
     NameInvalidError,
     NothingListensError,
+    NotLeaderError,
     TlsError,
     TokenMissingError,
     TokenRefusedError,
@@ -32,7 +35,9 @@ from genie.processes import files
 from genie.processes.tasks import run_inline
 from genie.runtime import tls
 from genie.runtime.network import TcpNetwork
+from tests.fakes.clock import FakeClock
 from tests.fakes.controller import HOST, FakeController
+from tests.waiting import until
 
 
 class _PowerLoss(BaseException):
@@ -133,6 +138,19 @@ async def test_power_loss_while_joining_leaves_a_node_or_none(tmp_path: Path) ->
     assert list_node_dirs(state_dir) == [state_dir / "agents" / "n1"]
 
 
+async def test_two_processes_may_finish_an_interrupted_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync_and_let_the_other_process_finish(descriptor: int) -> None:
+        with contextlib.suppress(OSError):  # as long as it is not empty
+            (tmp_path / "s" / "agents" / "n1" / "identity.next").rmdir()
+
+    monkeypatch.setattr(os, "fsync", sync_and_let_the_other_process_finish)
+    async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
+        node_dir = await try_join(fake, tmp_path / "s", token=str(fake.token(TokenKind.JOIN)))
+        assert read_identity(node_dir).port == fake.port
+
+
 async def test_join_token_is_not_sent_to_another_cluster(tmp_path: Path) -> None:
     async with FakeController(tmp_path / "c", use_tls=True).listening() as fake:
         other = FakeController(tmp_path / "other", use_tls=True)
@@ -172,6 +190,47 @@ async def test_join_fails_if_nothing_listens(tmp_path: Path, controller: FakeCon
     token = str(controller.token(TokenKind.JOIN))
     with pytest.raises(NothingListensError):
         await join_cluster(HOST, 1, token, state_dir=tmp_path, requested_node_id="n1", network=TcpNetwork())
+
+
+async def test_join_asks_again_while_the_named_leader_cannot_be_reached(tmp_path: Path) -> None:
+    fake, clock = FakeController(tmp_path / "c", use_tls=True), FakeClock()
+    async with fake.listening():
+        stale = f"{HOST}:1"
+        fake.join_error = NotLeaderError.naming_leader("this controller is a standby", leader=stale)
+        async with asyncio.TaskGroup() as group:
+            joining = group.create_task(
+                join_cluster(
+                    *(HOST, fake.port, str(fake.token(TokenKind.JOIN))),
+                    state_dir=tmp_path / "s",
+                    requested_node_id="n1",
+                    network=TcpNetwork(),
+                    clock=clock,
+                )
+            )
+            await until(lambda: clock.is_sleeping, what="the named leader cannot be reached")
+            fake.join_error = None
+            await clock.advance(1)
+        assert read_identity(joining.result()).port == fake.port
+
+
+async def test_join_fails_at_the_deadline_if_the_named_leader_cannot_be_reached(tmp_path: Path) -> None:
+    fake, clock = FakeController(tmp_path / "c", use_tls=True), FakeClock()
+    async with fake.listening():
+        fake.join_error = NotLeaderError.naming_leader("this controller is a standby", leader=f"{HOST}:1")
+        joining = asyncio.ensure_future(
+            join_cluster(
+                *(HOST, fake.port, str(fake.token(TokenKind.JOIN))),
+                state_dir=tmp_path / "s",
+                requested_node_id="n1",
+                network=TcpNetwork(),
+                timeout_s=10,
+                clock=clock,
+            )
+        )
+        await until(lambda: clock.is_sleeping, what="the named leader cannot be reached")
+        await clock.advance(10)
+        with pytest.raises((NotLeaderError, NothingListensError)):
+            await joining
 
 
 def test_read_identity_requires_a_token(tmp_path: Path) -> None:

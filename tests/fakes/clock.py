@@ -25,6 +25,11 @@ class FakeClock:
     def wall_s(self) -> float:
         return self._start_wall_s + self._now_s - 1000.0
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something waits until this clock is advanced."""
+        return any(not woken.done() for _, _, woken in self._sleepers)
+
     def step_wall(self, seconds: float) -> None:
         """Sets the wall clock forward, or back if negative."""
         self._start_wall_s += seconds

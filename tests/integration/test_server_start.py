@@ -152,6 +152,25 @@ def test_interrupted_detached_start_leaves_no_process(servers: tuple[Server, Ser
     assert is_stopped(first)
 
 
+def test_member_that_is_left_is_healthy_and_names_the_missing_majority(
+    servers: tuple[Server, Server],
+) -> None:
+    first, second = servers
+    second.kill_everything()
+    wait_until(
+        lambda: any("no leader" in str(member["alarms"]) for member in first.list_members()),
+        timeout_s=60,
+        what="the member that is left has noticed that there is no leader",
+    )
+    healthy = {member["name"]: member["healthy"] for member in first.list_members()}
+    assert healthy == {first.name_of_member: True, second.name: False}
+    refused = first.run("etcd", "remove", second.name, check=False)
+    assert f"cannot remove etcd member {second.name}: 1 of 2 members respond" in refused.stderr
+    assert "needs a majority (2)" in refused.stderr
+    second.run("up", "--detach")
+    assert [member["healthy"] for member in first.list_members()] == [True, True]
+
+
 def test_server_whose_data_is_missing_does_not_start_another_cluster(servers: tuple[Server, Server]) -> None:
     first, second = servers
     stop(first, second)

@@ -42,6 +42,12 @@ class Server:
     def where(self) -> str:
         return f"{self.host}:{self.ports[0]}"
 
+    @property
+    def name_of_member(self) -> str:
+        member = LocalMember.read(self.state_dir)
+        assert member is not None
+        return member.name
+
     def environ(self) -> dict[str, str]:
         return {
             **os.environ,
@@ -181,6 +187,9 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     lost_token_id = find_owner_token_id(lost.state_dir)
     removed = other.run("etcd", "remove", lost.name)
     assert f"revoked the owner token of that server, {lost_token_id}" in removed.stdout + removed.stderr
+    # Also before the removal, which may be interrupted: it is stored nowhere else.
+    before_removal, _, _ = removed.stderr.partition("removed the address of its controller")
+    assert f"the owner token of that server is {lost_token_id}" in before_removal
     tokens = json.loads(other.run("token", "list", "--json").stdout)["tokens"]
     assert [each["revoked_at"] is not None for each in tokens if each["token_id"] == lost_token_id] == [True]
     assert f"removed the address of its controller, {lost.where}" in removed.stdout + removed.stderr

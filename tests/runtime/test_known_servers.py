@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
 from pathlib import Path
 
@@ -106,9 +107,16 @@ async def test_a_client_that_has_seen_a_generation_does_not_follow_a_server_of_a
             pass
         with pytest.raises(
             OutdatedLeaderError, match=f"{old.address} has generation 2 .* generation 3 exists"
-        ):
+        ) as outdated:
             async with open_client(_load(state_dir, address=old.address)):
                 pass
+        found = re.search(r"remove (\S+) on this machine", outdated.value.hint)
+        assert found is not None
+        await asyncio.to_thread(Path(found[1]).unlink)
+        async with open_client(_load(state_dir, address=old.address)):
+            pass
+        async with open_client(_load(state_dir, address=restored.address)):
+            pass
         old.generation = None  # a server that has not read its store yet
         async with open_client(_load(state_dir, address=old.address)):
             pass

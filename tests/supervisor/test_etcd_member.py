@@ -26,6 +26,7 @@ from genie.controller.store.open import open_store
 from genie.errors import (
     AddressInUseError,
     ConfigError,
+    DeadlineError,
     StoreError,
     StoreFullError,
     StoreVersionError,
@@ -34,6 +35,7 @@ from genie.errors import (
 from genie.processes.clock import SystemClock
 from genie.processes.process_identity import ProcessIdentity
 from genie.supervisor import etcd_member, local_cluster, process_records
+from genie.supervisor.etcd_member import EtcdMemberProcess
 from tests.needs import require_program
 from tests.ports import free_ports
 from tests.waiting import until
@@ -93,6 +95,34 @@ def test_unsafe_etcd_version_is_refused_by_name(
 def test_safe_etcd_version_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     put_program_on_path(tmp_path, monkeypatch, version=version)
     assert etcd_member.find_etcd_program() == str(tmp_path / "bin" / "etcd")
+
+
+async def test_etcd_that_never_answers_is_an_error_with_its_last_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_program_on_path(tmp_path, monkeypatch, version="3.5.9")
+    program = tmp_path / "bin" / "etcd"
+    program.write_text(
+        program.read_text() + "test $1 = --version || { echo still replaying; exec sleep 1000; }\n"
+    )
+    settings = load_settings(tmp_path / "state")
+    client_port, peer_port = free_ports(2)
+    member = LocalMember(
+        name="one",
+        host="127.0.0.1",
+        client_port=client_port,
+        peer_port=peer_port,
+        bind="127.0.0.1",
+        controller_port=0,
+    )
+    process = EtcdMemberProcess(
+        settings.controller, state_dir=tmp_path / "state", progress=lambda _line: None
+    )
+    try:
+        with pytest.raises(DeadlineError, match=r"within 0\.5 s; its last output:\n(.*\n)*  still replaying"):
+            await process.start(member, timeout_s=0.5)
+    finally:
+        await process.child.stop(grace_s=10)
 
 
 def test_full_disk_is_refused_and_small_or_slow_disk_is_reported(

@@ -106,9 +106,12 @@ async def _fetch_member_statuses(address: EtcdAddress) -> tuple[MemberStatus, ..
 
 async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]:
     """Removes the records of the server first, and returns them: if that fails, the command can be
-    repeated."""
+    repeated. Prints the ID of its owner token before, because nothing stores it afterwards."""
     from genie.controller.etcd.membership import open_etcd_cluster
-    from genie.controller.etcd.removed_server import delete_records_of_server
+    from genie.controller.etcd.removed_server import (
+        delete_records_of_controller,
+        list_controllers_of_server,
+    )
     from genie.controller.store.etcd import EtcdStore
 
     async with open_etcd_cluster(address) as cluster:
@@ -123,13 +126,30 @@ async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]
                 f"cannot remove etcd member {name}: it is responding",
                 hint="only a lost member is removed; stop it with 'genie down' on its machine first",
             )
+        _check_majority_responds(statuses, name)
         store = await EtcdStore.open_address(address)
         try:
-            removed = await delete_records_of_server(store, name)
+            removed = await list_controllers_of_server(store, name)
+            for controller, server in removed.items():
+                if server.owner_token_id:
+                    output.print_message(f"the owner token of that server is {server.owner_token_id}")
+                await delete_records_of_controller(store, controller, etcd_member=name)
         finally:
             await store.close()
         await cluster.remove_member(chosen[0].info.member_id)
-        return removed
+        return list(removed.values())
+
+
+def _check_majority_responds(statuses: tuple[MemberStatus, ...], name: str) -> None:
+    voters = [each for each in statuses if not each.info.is_learner]
+    responding, needed = sum(not each.problem for each in voters), len(voters) // 2 + 1
+    if responding < needed:
+        raise StoreError(
+            f"cannot remove etcd member {name}: {responding} of {len(voters)} members respond, and a change "
+            f"needs a majority ({needed})",
+            hint="start other servers with 'genie up'; if they are lost for good, restore a backup on this "
+            "one ('genie down', then 'genie store restore FILE')",
+        )
 
 
 async def _revoke_owner_token(settings: Settings, token_id: str) -> None:

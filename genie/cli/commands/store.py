@@ -264,13 +264,19 @@ async def _hold_server_if_any(settings: Settings) -> AsyncIterator[None]:
 async def _restore_into_store(
     store: Store, settings: Settings, reader: BackupReader, *, generation: int | None, offload: Offload
 ) -> RestoreResult:
-    from genie.controller.backups.restore import next_generation, restore_backup
+    """Restore the backup, unless an earlier command has done so and was killed before the store was used."""
+    from genie.controller.backups.restore import find_completed_restore, next_generation, restore_backup
     from genie.controller.backups.used_generations import (
         check_generation_unused,
         read_used_generation,
         record_used_generation,
     )
+    from genie.controller.etcd.local_member import LocalMember
 
+    if LocalMember.read(settings.paths.state_dir) is not None:  # it is retired only after the restore
+        done = await find_completed_restore(reader, store, offload=offload)
+        if done is not None and generation in (None, done.cluster.generation):
+            return done
     directory = _controller_dir(settings)
     used = read_used_generation(directory)
     if generation is None:
@@ -294,7 +300,14 @@ def adopt_state_directory(invocation: Invocation) -> None:
 
     Raises the generation of the cluster: nodes reject a controller that still runs with the original.
     """
-    settings = invocation.load_settings()
+    settings = _load_settings_of_machine(invocation, {})
+    if _is_run_by_genie(settings):
+        raise UsageError(
+            f"the store of {settings.paths.state_dir} is an etcd member that Genie runs, which cannot be "
+            "adopted",
+            hint="start it with 'genie up'; if its address has changed, remove the member on another server "
+            "('genie etcd remove') and join again, or restore a backup with 'genie store restore'",
+        )
     generation = asyncio.run(_adopt_and_get_generation(settings))
     output.write_line(f"{_controller_dir(settings)} belongs to this machine now, generation {generation}")
     output.print_message("next: genie up --detach")

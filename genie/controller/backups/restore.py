@@ -103,6 +103,30 @@ async def restore_backup(
     )
 
 
+async def find_completed_restore(
+    reader: BackupReader, store: Store, *, offload: Offload
+) -> RestoreResult | None:
+    """The restore of this backup into the store, if nothing has changed the store since; else None. Raises
+    BackupError and StoreErrors."""
+    cluster = await read_cluster_record(store, timeout_s=_STORE_CALL_TIMEOUT_S)
+    if cluster is None or cluster.generation <= reader.header.generation:
+        return None
+    await offload(reader.verify)
+    rows = _RowsToRestore(reader.rows())
+    while await offload(partial(rows.next_batch)):
+        pass
+    _raise_generation(rows.written_last, cluster.generation)
+    for key, value in rows.written_last.items():
+        stored = await store.get(key, timeout_s=_STORE_CALL_TIMEOUT_S)
+        if stored is None or stored.value != value:
+            return None
+    if await _digest_stored_rows(store, progress=lambda _rows, _bytes: None) != rows.digest():
+        return None
+    return RestoreResult(
+        reader.header, cluster, rows.row_count + len(_KEYS_WRITTEN_LAST), rows.dropped_token_count
+    )
+
+
 def read_cluster_of_backup(reader: BackupReader) -> ClusterRecord:
     """Read the record of the cluster from a backup. Blocks. Raises BackupError if there is none."""
     for key, value in reader.rows():
@@ -284,6 +308,15 @@ async def _verify_stored_rows(
     store: Store, rows: _RowsToRestore, *, store_name: str, progress: BackupProgress
 ) -> None:
     """Read all rows back and compare them with those of the backup."""
+    if await _digest_stored_rows(store, progress=progress) != rows.digest():
+        raise BackupError(
+            f"the rows of the store {store_name} differ from those of the backup",
+            hint="is a controller or another restore using it? stop it and restore again",
+        )
+
+
+async def _digest_stored_rows(store: Store, *, progress: BackupProgress) -> bytes:
+    """The digest of all rows except those that are written last."""
     digest, after, more = hashlib.sha256(), "", True
     row_count = size_bytes = 0
     while more:
@@ -291,17 +324,13 @@ async def _verify_stored_rows(
             "", start_after=after, limit=_VERIFY_PAGE_ROWS, timeout_s=_STORE_CALL_TIMEOUT_S
         )
         for item in page.items:
-            if item.key != RESTORE_MARK_KEY:
+            if item.key not in (RESTORE_MARK_KEY, *_KEYS_WRITTEN_LAST):
                 update_digest_with_row(digest, (item.key, item.value))
                 row_count, size_bytes = row_count + 1, size_bytes + len(item.value)
             after = item.key
         more = page.more
         progress(row_count, size_bytes)
-    if digest.digest() != rows.digest():
-        raise BackupError(
-            f"the rows of the store {store_name} differ from those of the backup",
-            hint="is a controller or another restore using it? stop it and restore again",
-        )
+    return digest.digest()
 
 
 async def _write_cluster_record_last(

@@ -122,6 +122,11 @@ def make_managed_etcd_address(endpoints: tuple[str, ...], *, state_dir: Path) ->
     )
 
 
+def has_member_record(state_dir: Path) -> bool:
+    """Whether there is a record of a member, readable or not."""
+    return (etcd_member_directory(state_dir) / _MEMBER_RECORD_FILE).exists()
+
+
 def etcd_member_directory(state_dir: Path) -> Path:
     return state_dir / ETCD_DIRECTORY
 

@@ -92,6 +92,7 @@ class EtcdCluster:
             rpc_pb2.MemberListRequest(linearizable=linearizable),
             action="list members",
             timeout_s=timeout_s,
+            requires_leader=linearizable,
         )
         return _to_member_infos(response.members)
 
@@ -188,6 +189,7 @@ class EtcdCluster:
                     rpc_pb2.StatusRequest(),
                     action="status",
                     timeout_s=_STATUS_TIMEOUT_S,
+                    requires_leader=False,
                 )
         except GenieError as error:
             return MemberStatus(info=member, problem=error.message)
@@ -212,9 +214,15 @@ class EtcdCluster:
         action: str,
         timeout_s: float,
         idempotent: bool = True,
+        requires_leader: bool = True,
     ) -> _Response:
         return await self._channels.call_unary(
-            select, request, action=action, timeout_s=timeout_s, idempotent=idempotent
+            select,
+            request,
+            action=action,
+            timeout_s=timeout_s,
+            idempotent=idempotent,
+            requires_leader=requires_leader,
         )
 
     async def _retry_while_transient(

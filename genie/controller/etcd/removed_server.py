@@ -14,25 +14,23 @@ from genie.controller.store import Compare, Delete, KeyValue, Store
 from genie.errors import StoreCorruptError, UsageError
 
 
-async def delete_records_of_server(store: Store, etcd_member: str) -> list[ServerRelease]:
-    """Delete the addresses and releases of the controllers beside this member of etcd; return the releases.
-
-    Raise UsageError while one of them leads: agents must know the address of the leader."""
-    deleted: list[ServerRelease] = []
+async def list_controllers_of_server(store: Store, etcd_member: str) -> dict[str, ServerRelease]:
+    """The releases of the controllers beside this member of etcd, by name of the controller."""
+    found: dict[str, ServerRelease] = {}
     for item in (await store.range(SERVER_RELEASE_KEY_PREFIX)).items:
         try:
             server = msgspec.json.decode(item.value, type=ServerRelease)
         except msgspec.DecodeError:
             continue  # of a much newer release: then it has no member of this name
         if server.etcd_member == etcd_member:
-            await _delete_unless_leading(
-                store, item.key.removeprefix(SERVER_RELEASE_KEY_PREFIX), etcd_member=etcd_member
-            )
-            deleted.append(server)
-    return deleted
+            found[item.key.removeprefix(SERVER_RELEASE_KEY_PREFIX)] = server
+    return found
 
 
-async def _delete_unless_leading(store: Store, name: str, *, etcd_member: str) -> None:
+async def delete_records_of_controller(store: Store, name: str, *, etcd_member: str) -> None:
+    """Delete the address and the release of the controller.
+
+    Raise UsageError while it leads: agents must know the address of the leader."""
     leader_key = await store.get(LEADER_KEY)
     if leader_key is not None and _decode_leader(leader_key).name == name:
         raise UsageError(

@@ -99,9 +99,9 @@ class EtcdChannels:
         self._secrets_read_at_s = -math.inf
         self.is_closed = False
 
-    def call_metadata(self) -> GrpcMetadata:
+    def call_metadata(self, *, requires_leader: bool = True) -> GrpcMetadata:
         # hasleader: a partitioned member fails the request instead of letting it time out.
-        always = (("hasleader", "true"),)
+        always = (("hasleader", "true"),) if requires_leader else ()
         return (*always, ("token", self._login_token)) if self._login_token else always
 
     async def call_unary(
@@ -112,12 +112,14 @@ class EtcdChannels:
         action: str,
         timeout_s: float,
         idempotent: bool,
+        requires_leader: bool = True,
     ) -> _GrpcResponse:
         """Sends a unary request on the stub that `select_stub` selects. Retries and errors as in
-        `call_with_retries`."""
+        `call_with_retries`. Without `requires_leader`, a member answers also while etcd has no leader."""
 
         def send(member: EtcdMember, remaining_s: float) -> Awaitable[_GrpcResponse]:
-            return select_stub(member)(request, timeout=remaining_s, metadata=self.call_metadata())
+            metadata = self.call_metadata(requires_leader=requires_leader)
+            return select_stub(member)(request, timeout=remaining_s, metadata=metadata)
 
         return await self.call_with_retries(send, action=action, timeout_s=timeout_s, idempotent=idempotent)
 

@@ -14,12 +14,16 @@ import pytest
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.controller_directory import check_directory_not_copied
 from genie.controller.etcd.local_member import LocalMember
+from genie.controller.etcd.replacement import Replacement, commit_replacement, new_data_directory
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
 from genie.errors import DuplicateControllerError
 
 CLUSTER = msgspec.json.encode(ClusterRecord(cluster_id="c0ffee", ca_pin="-"))
+MEMBER = LocalMember(
+    name="a", host="127.0.0.1", client_port=2379, peer_port=2380, bind="127.0.0.1", controller_port=5555
+)
 
 
 def write_store(path: Path, rows: Mapping[str, bytes]) -> None:
@@ -91,15 +95,36 @@ def test_restore_fills_the_store_of_this_machine_and_prints_the_next_command(
 
 
 def test_restore_of_a_cluster_without_tls_into_managed_etcd_is_refused(genie, state_dir, backup_file) -> None:
-    member = LocalMember(
-        name="a", host="127.0.0.1", client_port=2379, peer_port=2380, bind="127.0.0.1", controller_port=5555
-    )
-    member.write(state_dir)
+    MEMBER.write(state_dir)
     ran = genie("store", "restore", str(backup_file))
     assert ran.code == 2
     assert "--tls off" in ran.err
-    assert LocalMember.read(state_dir) == member
+    assert LocalMember.read(state_dir) == MEMBER
     assert not (state_dir / "controller" / "store.sqlite3").exists()
+
+
+def test_restore_that_was_killed_before_the_member_was_retired_can_be_repeated(
+    genie, state_dir, backup_file
+) -> None:
+    MEMBER.write(state_dir)
+    restore = ("store", "restore", str(backup_file), "--store", "sqlite", "--json")
+    ran = genie(*restore)
+    assert ran.code == 0, ran.err
+    first = json.loads(ran.out)
+    (kept,) = first["kept"]
+    Path(kept).rename(state_dir / "etcd")
+    before = read_store(state_dir / "controller" / "store.sqlite3")
+    ran = genie(*restore, "--generation", str(first["generation"] + 1))
+    assert "is not empty" in ran.err
+    ran = genie(*restore)
+    assert ran.code == 0, ran.err
+    again = json.loads(ran.out)
+    assert (again["generation"], again["rows"]) == (first["generation"], first["rows"])
+    assert read_store(state_dir / "controller" / "store.sqlite3") == before
+    assert LocalMember.read(state_dir) is None
+    MEMBER.write(state_dir)
+    write_store(state_dir / "controller" / "store.sqlite3", {"job/j-2": b"2"})
+    assert "is not empty" in genie(*restore).err, "a controller has changed the store"
 
 
 def test_restore_uses_the_given_store_and_generation(genie, backup_file, tmp_path) -> None:
@@ -198,6 +223,22 @@ def test_adopt_accepts_a_copied_directory_and_raises_the_generation(genie, state
     check_directory_not_copied(state_dir / "controller")
     rows = read_store(state_dir / "controller" / "store.sqlite3")
     assert msgspec.json.decode(rows["cluster"], type=ClusterRecord).generation > 0
+
+
+def test_adopt_finishes_an_interrupted_replacement_and_leaves_the_previous_store_unchanged(
+    genie, state_dir
+) -> None:
+    sqlite_file = state_dir / "controller" / "store.sqlite3"
+    write_store(sqlite_file, {"cluster": CLUSTER})
+    new_data_directory(state_dir).mkdir(parents=True)
+    replacement = Replacement.create(MEMBER, sqlite_file=sqlite_file)
+    commit_replacement(state_dir, replacement)
+    ran = genie("store", "adopt")
+    assert ran.code == 2
+    assert "which cannot be adopted" in ran.err
+    assert LocalMember.read(state_dir) == MEMBER
+    kept = sqlite_file.with_name(sqlite_file.name + replacement.suffix)
+    assert read_store(kept) == {"cluster": CLUSTER}
 
 
 def test_adopt_without_a_store_is_an_error(genie) -> None:

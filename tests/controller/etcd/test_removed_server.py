@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from genie.controller.election import CONTROLLER_KEY_PREFIX, LEADER_KEY, LeaderRecord
-from genie.controller.etcd.removed_server import delete_records_of_server
+from genie.controller.etcd.removed_server import delete_records_of_controller, list_controllers_of_server
 from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerReleases
 from genie.controller.store import Delete, Put
 from genie.errors import UsageError
@@ -41,10 +41,14 @@ async def test_only_the_records_of_that_server_are_deleted() -> None:
         await store_records_of_server(store, name, etcd_member=etcd_member)
     await store.commit([], [Put(SERVER_RELEASE_KEY_PREFIX + "c4", b"{")])
     before = await list_keys(store)
-    assert await delete_records_of_server(store, "s9") == []
+    assert await list_controllers_of_server(store, "s9") == {}
     assert await list_keys(store) == before
-    (deleted,) = await delete_records_of_server(store, "s2")
-    assert (deleted.address, deleted.owner_token_id) == ("c2:5555", "token-of-c2")
+    found = await list_controllers_of_server(store, "s2")
+    assert [(name, each.address, each.owner_token_id) for name, each in found.items()] == [
+        ("c2", "c2:5555", "token-of-c2")
+    ]
+    assert await list_keys(store) == before
+    await delete_records_of_controller(store, "c2", etcd_member="s2")
     assert before - await list_keys(store) == {CONTROLLER_KEY_PREFIX + "c2", SERVER_RELEASE_KEY_PREFIX + "c2"}
     await store.close()
 
@@ -56,10 +60,11 @@ async def test_address_of_the_leader_is_not_deleted() -> None:
     await store.commit([], [Put(LEADER_KEY, msgspec.json.encode(leader))])
     before = await list_keys(store)
     with pytest.raises(UsageError, match="etcd member s1: the controller of that server leads"):
-        await delete_records_of_server(store, "s1")
+        await delete_records_of_controller(store, "c1", etcd_member="s1")
     assert await list_keys(store) == before
     await store.commit([], [Delete(LEADER_KEY)])
-    assert [each.address for each in await delete_records_of_server(store, "s1")] == ["c1:5555"]
+    await delete_records_of_controller(store, "c1", etcd_member="s1")
+    assert not await list_controllers_of_server(store, "s1")
     await store.close()
 
 
