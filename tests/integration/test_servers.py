@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -235,6 +236,26 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     again = second.join(first.where, token_file, check=False)
     assert "was used already" in again.stdout + again.stderr
     assert not (second.state_dir / "controller").exists()
+
+
+def test_join_that_fails_early_can_be_repeated(servers: list[Server], tmp_path: Path) -> None:
+    first, second, third = servers
+    first.start_first()
+    used_token = first.create_server_token(tmp_path / "s2.token")
+    second.join(first.where, used_token)
+    refused = third.join(first.where, used_token, check=False)
+    assert "was used already" in refused.stdout + refused.stderr
+    token_file = first.create_server_token(tmp_path / "s3.token")
+    unused_address = f"{first.host}:{third.ports[0]}"
+    refused = third.join(unused_address, token_file, check=False)
+    assert f"{unused_address} refused the connection" in refused.stdout + refused.stderr
+    with socket.create_server((third.host, third.ports[1])):
+        refused = third.join(first.where, token_file, check=False)
+        assert f"port {third.ports[1]} on {third.host} is in use" in refused.stdout + refused.stderr
+    assert not (third.state_dir / "etcd").exists()
+    (third.state_dir / "etcd" / "data").mkdir(parents=True)  # an earlier release has left it
+    third.join(first.where, token_file)
+    assert len(third.list_members()) == 3
 
 
 def test_a_server_without_an_agent_stays_one(servers: list[Server], tmp_path: Path) -> None:
