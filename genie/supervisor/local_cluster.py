@@ -166,8 +166,10 @@ class Supervisor:
 
     async def wait_for_etcd_majority(self, member: LocalMember) -> None:
         """Returns when the etcd cluster serves requests; reports meanwhile which members do not run."""
-        await wait_for_majority(member, self._etcd.child, state_dir=self._state_dir, progress=self._progress)
-        member.write(self._state_dir)
+        ready = await wait_for_majority(
+            member, self._etcd.child, state_dir=self._state_dir, progress=self._progress
+        )
+        ready.write(self._state_dir)
 
     def report_removed_node(self, error: NodeRemovedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""

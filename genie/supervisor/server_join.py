@@ -196,6 +196,7 @@ class ServerJoin:
         self._progress("waiting until the etcd member has caught up")
         await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_MEMBER_TIMEOUT_S)
         endpoints = {each.endpoint for each in existing if each.endpoint}
+        member = replace(member, etcd_cluster_id=await cluster.fetch_cluster_id())
         member.with_endpoints(endpoints).write(self._state_dir)
 
 

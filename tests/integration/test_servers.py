@@ -180,6 +180,7 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert sum(member["is_leader"] for member in members.values()) <= 1
     assert lost.where in list_controller_addresses(other.state_dir)
     lost_token_id = find_owner_token_id(lost.state_dir)
+    assert members[lost.name]["problem"] == "refused the connection"
     removed = other.run("etcd", "remove", lost.name)
     assert f"revoked the owner token of that server, {lost_token_id}" in removed.stdout + removed.stderr
     tokens = json.loads(other.run("token", "list", "--json").stdout)["tokens"]
@@ -188,6 +189,11 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
     wait_until(lambda: not alarms(other), timeout_s=60, what="the alarm ends with the member")
+    returned = lost.run("up", "--detach", check=False)
+    assert returned.returncode != 0
+    assert f"{lost.name} was removed from the cluster with 'genie etcd remove'" in returned.stderr
+    assert f"remove {lost.state_dir / 'controller'}, " in returned.stderr
+    assert '"level"' not in returned.stderr
     shutil.rmtree(lost.state_dir)
     lost.name = "s4"
     lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
