@@ -12,9 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from genie.controller.etcd.local_member import LocalMember
-from genie.errors import StoreAccessError, StoreUnavailableError
+from genie.controller.etcd.local_member import (
+    LocalMember,
+    etcd_member_directory,
+    make_managed_etcd_address,
+)
+from genie.controller.store.open import CONTROLLER_DIRECTORY
+from genie.errors import ConfigError, StoreAccessError, StoreError, StoreUnavailableError
 from genie.model.names import parse_endpoint
+from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.supervisor.child import Child
 from genie.supervisor.incomplete_join import try_promote_member_of_incomplete_join
 
@@ -22,29 +28,88 @@ _READ_TIMEOUT_S = 1.0
 _CONNECT_TIMEOUT_S = 1.0
 _POLL_S = 0.05
 _REPORT_INTERVAL_S = 2.0
-_OTHER_CLUSTER_TEXT = "cluster ID mismatch"
+_REMOVED_TEXT = "permanently removed from the cluster"
 _LOG_LINES_READ = 20
 
 
 async def wait_for_majority(
     member: LocalMember, child: Child, *, state_dir: Path, progress: Callable[[str], None]
-) -> None:
-    """Returns when a read through this member succeeds, which needs a majority. Reports what is missing every
-    few seconds. Promotes a learner whose join was interrupted. Raises LaunchError if the process ends."""
+) -> LocalMember:
+    """Waits until a read through this member succeeds, which needs a majority. Reports what is missing every
+    few seconds. Promotes a learner whose join was interrupted. Returns the member with the ID of its etcd
+    cluster.
+
+    Raises ConfigError if another member belongs to another etcd cluster, or this one was removed from its
+    cluster, and LaunchError if the process of the member ends for another reason."""
     loop = asyncio.get_running_loop()
     report_at_s = loop.time() + _REPORT_INTERVAL_S
     while True:
+        _check_not_removed(member, child, state_dir=state_dir)
         child.check_not_exited()
         if await _can_read(member, state_dir=state_dir):
-            return
+            own = await _fetch_cluster_id(member, member.endpoint, state_dir=state_dir)
+            member = replace(member, etcd_cluster_id=own or member.etcd_cluster_id)
+            await _check_no_other_cluster(member, state_dir=state_dir)
+            return member
         await try_promote_member_of_incomplete_join(member, state_dir=state_dir)
         if loop.time() >= report_at_s:
-            progress(await _describe_missing_members(member, child))
+            await _check_no_other_cluster(member, state_dir=state_dir)
+            progress(await _describe_missing_members(member))
             report_at_s = loop.time() + _REPORT_INTERVAL_S
         await asyncio.sleep(_POLL_S)
 
 
-async def _describe_missing_members(member: LocalMember, child: Child) -> str:
+def _check_not_removed(member: LocalMember, child: Child, *, state_dir: Path) -> None:
+    """Raises ConfigError if the other members have rejected this one: etcd logs that and exits with 0."""
+    if child.exit_code() is None:
+        return
+    if any(_REMOVED_TEXT in line for line in child.last_log_lines(count=_LOG_LINES_READ)):
+        raise ConfigError(
+            f"{member.name} was removed from the cluster with 'genie etcd remove'",
+            hint=f"to add this machine again, {_format_join_again(state_dir)}",
+        )
+
+
+async def _check_no_other_cluster(member: LocalMember, *, state_dir: Path) -> None:
+    """Raises ConfigError if a server that this one knows has been restored into another etcd cluster: two
+    clusters with the same jobs would run."""
+    if not member.etcd_cluster_id:
+        return
+    found = await asyncio.gather(
+        *(_fetch_cluster_id(member, endpoint, state_dir=state_dir) for endpoint in member.endpoints)
+    )
+    for endpoint, cluster_id in zip(member.endpoints, found, strict=True):
+        if cluster_id not in ("", member.etcd_cluster_id):
+            host, _ = parse_endpoint(endpoint)
+            raise ConfigError(
+                f"this server belongs to the cluster as it was before a restore on {host}: the etcd member "
+                f"at {endpoint} belongs to another etcd cluster",
+                hint=f"to join the restored cluster, {_format_join_again(state_dir)}; "
+                f"to continue with the previous cluster instead, run 'genie down' on {host}, then 'genie up' "
+                "here and on the other previous servers, and remove its member with 'genie etcd remove'",
+            )
+
+
+def _format_join_again(state_dir: Path) -> str:
+    paths = (state_dir / CONTROLLER_DIRECTORY, etcd_member_directory(state_dir))
+    removed = f"{', '.join(map(str, paths))} and {state_dir / OWNER_TOKEN_FILE}"
+    return f"remove {removed}, and run 'genie join --server'"
+
+
+async def _fetch_cluster_id(member: LocalMember, endpoint: str, *, state_dir: Path) -> str:
+    """The ID of the etcd cluster of the member at this endpoint; empty if it does not respond in time."""
+    from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
+
+    if await find_connect_problem(endpoint):
+        return ""
+    try:
+        async with open_etcd_cluster(make_managed_etcd_address((endpoint,), state_dir=state_dir)) as cluster:
+            return await cluster.fetch_cluster_id(timeout_s=_READ_TIMEOUT_S)
+    except StoreError:
+        return ""
+
+
+async def _describe_missing_members(member: LocalMember) -> str:
     """What this member waits for, with the addresses of the members that cannot be reached."""
     problems = await asyncio.gather(*map(find_connect_problem, member.endpoints))
     missing = [
@@ -55,12 +120,6 @@ async def _describe_missing_members(member: LocalMember, child: Child) -> str:
     count = 1 + len(member.endpoints)
     running, needed = count - len(missing), count // 2 + 1
     what = f"waiting for a majority of the etcd members: {running} of {count} running, {needed} needed"
-    if any(_OTHER_CLUSTER_TEXT in line for line in child.last_log_lines(count=_LOG_LINES_READ)):
-        return (
-            f"{what}; another server belongs to another etcd cluster, such as after a restore there: to join "
-            "that cluster, run 'genie down --keep-jobs', remove STATE/controller, STATE/etcd and "
-            "STATE/owner.token, and run 'genie join --server'"
-        )
     if not member.endpoints:
         return (
             "waiting for the etcd members to elect a leader; this server has stored no address of another one"

@@ -315,6 +315,7 @@ class EtcdMemberProcess:
         is a cluster of this member only."""
         data_directory = data_directory or etcd_data_directory(self._state_dir)
         program = await asyncio.to_thread(self._check_and_find_etcd_program, member, data_directory)
+        files.make_private_directory(data_directory)
         # The certificate is written at every start, because addresses of this machine may have changed.
         await asyncio.to_thread(
             write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
@@ -331,7 +332,7 @@ class EtcdMemberProcess:
         self.child.start([program, *arguments])
 
     async def check_can_start(self, member: LocalMember) -> None:
-        """Checks program, disk and ports without starting anything."""
+        """Checks program, disk and ports. Starts and writes nothing."""
         await asyncio.to_thread(
             self._check_and_find_etcd_program, member, etcd_data_directory(self._state_dir)
         )
@@ -339,7 +340,7 @@ class EtcdMemberProcess:
     def _check_and_find_etcd_program(self, member: LocalMember, data_directory: Path) -> str:
         """Returns the path of etcd."""
         program = find_etcd_program()
-        directory = files.make_private_directory(data_directory)
+        directory = next(path for path in (data_directory, *data_directory.parents) if path.is_dir())
         check_disk_for_etcd(directory, quota_bytes=self.quota_bytes, progress=self._progress)
         for port, variable in (
             (member.client_port, "GENIE_CONTROLLER_ETCD_CLIENT_PORT"),

@@ -59,7 +59,7 @@ def choose_new_member(settings: Settings) -> LocalMember:
     if before is not None and not is_bind_given:
         is_port_given = settings.sources["controller.port"] != "default"
         port = config.port if is_port_given else before.controller_port
-        return replace(before, endpoints=(), controller_port=port)
+        return replace(before, endpoints=(), controller_port=port, etcd_cluster_id="")
     if not is_bind_given:
         raise ConfigError(
             f"etcd and the controller would listen on {config.bind}, where no other server can reach them",

@@ -21,9 +21,11 @@ from genie.config import ControllerConfig
 from genie.controller.etcd.local_member import (
     LocalMember,
     ca_path,
+    etcd_data_directory,
     etcd_member_directory,
     make_managed_etcd_address,
 )
+from genie.controller.etcd.replacement import is_replacement_committed
 from genie.controller.server_credentials_handover import ServerCredentials, ServerJoinAttempt
 from genie.controller.store.open import CONTROLLER_DIRECTORY
 from genie.errors import ConfigError, GenieError, TokenRefusedError
@@ -66,16 +68,25 @@ def parse_server_join_token(text: str) -> Token:
 def check_not_a_server(state_dir: Path) -> None:
     """Raises ConfigError if the state directory has files of a cluster that this machine hosts."""
     # A failed join removes all of them again.
-    for path in (
-        state_dir / CONTROLLER_DIRECTORY,
-        etcd_member_directory(state_dir),
-        state_dir / OWNER_TOKEN_FILE,
+    for path, exists in (
+        (state_dir / CONTROLLER_DIRECTORY, (state_dir / CONTROLLER_DIRECTORY).exists()),
+        (etcd_member_directory(state_dir), _has_etcd_member(state_dir)),
+        (state_dir / OWNER_TOKEN_FILE, (state_dir / OWNER_TOKEN_FILE).exists()),
     ):
-        if path.exists():
+        if exists:
             raise ConfigError(
                 f"cannot join as a server: this machine already has a cluster of its own ({path})",
                 hint="start that with 'genie up', or set GENIE_STATE_DIR to another directory",
             )
+
+
+def _has_etcd_member(state_dir: Path) -> bool:
+    """Data without a record counts: etcd would use it instead of joining."""
+    return (
+        LocalMember.read(state_dir) is not None
+        or is_replacement_committed(state_dir)
+        or (etcd_data_directory(state_dir) / "member").exists()
+    )
 
 
 async def fetch_server_credentials(
@@ -191,6 +202,7 @@ class ServerJoin:
         peers = [(names[each.member_id], each.peer_url) for each in members]
         await self._etcd.start(member, initial_cluster=format_initial_cluster(peers), is_new_cluster=False)
         # Before the promotion: from this record on, the data of the member is kept (incomplete_join.py).
+        member = replace(member, etcd_cluster_id=await cluster.fetch_cluster_id())
         member.with_endpoints({each.endpoint for each in existing if each.endpoint}).write(self._state_dir)
         self._progress("waiting until the etcd member has caught up")
         await cluster.promote_learner(added.member_id, timeout_s=_PROMOTE_MEMBER_TIMEOUT_S)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +14,7 @@ import pytest
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.backups.restore import read_cluster_of_backup
 from genie.controller.etcd.local_member import LocalMember
-from tests.integration.test_servers import Server
+from tests.integration.test_servers import Server, alarms
 from tests.needs import require_program
 from tests.waiting import wait_until
 
@@ -137,7 +135,8 @@ def test_restore_on_the_server_that_is_left_after_the_loss_of_a_majority(
     assert [member["name"] for member in third.list_members()] == ["s3"]
     assert back_up(third, tmp_path / "after") == before
     assert read_generation(tmp_path / "after") > read_generation(tmp_path / "backup")
-    check_previous_server_names_the_other_cluster(second)
+    check_previous_servers_do_not_start(third, first, second)
+    check_previous_cluster_reports_the_restored_one(third, first, second)
     shutil.rmtree(first.state_dir)  # a new machine; the second one joins with the node that it was
     for name in ("controller", "etcd"):
         shutil.rmtree(second.state_dir / name)
@@ -177,22 +176,41 @@ def test_backups_restore_from_sqlite_into_managed_etcd_and_back(
     assert back_up(new, tmp_path / "again") == after
 
 
-def check_previous_server_names_the_other_cluster(server: Server) -> None:
-    """The server has the data of the cluster that was replaced."""
-    output = server.state_dir / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "genie", "up"], env=server.environ(), stdout=file, stderr=file
-        )
-    try:
-        wait_until(
-            lambda: "belongs to another etcd cluster, such as after a restore" in output.read_text(),
-            timeout_s=60,
-            what="the server names the reason",
-        )
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+def check_previous_servers_do_not_start(restored: Server, *previous: Server) -> None:
+    """They have the data of the cluster that was replaced, and would be a majority of it."""
+    with ThreadPoolExecutor() as pool:
+        failures = list(pool.map(lambda server: server.run("up", "--detach", check=False), previous))
+    for server, failed in zip(previous, failures, strict=True):
+        assert failed.returncode != 0
+        assert f"the cluster as it was before a restore on {restored.host}" in failed.stderr
+        for removed in ("controller", "etcd", "owner.token"):
+            assert str(server.state_dir / removed) in failed.stderr
+        assert "genie etcd remove" in failed.stderr
+        assert not server.running_processes()
+        listed = server.run("etcd", "status", "--json", check=False)
+        members = {each["endpoint"]: each for each in json.loads(listed.stdout)["members"]}
+        assert listed.returncode == 1
+        found = members[f"{restored.host}:{restored.ports[1]}"]
+        assert found["problem"] == "belongs to another etcd cluster" and not found["healthy"]
+
+
+def check_previous_cluster_reports_the_restored_one(restored: Server, *previous: Server) -> None:
+    """A majority that was started while the restored cluster was stopped names it when it runs again."""
+    restored.run("down")
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda server: server.run("up", "--detach"), previous))
+    restored.run("up", "--detach")
+    first = previous[0]
+    expected = f"etcd member {restored.name} ({restored.host}:{restored.ports[1]}) belongs to another etcd"
+    wait_until(
+        lambda: any(text.startswith(expected) for text in alarms(first)),
+        timeout_s=60,
+        what="the member of the restored cluster is an alarm",
+    )
+    statuses = {each["name"]: each["problem"] for each in first.list_members()}
+    assert statuses[restored.name] == "belongs to another etcd cluster"
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Server.stop, previous))
 
 
 def test_repeated_restores_of_one_backup_get_different_generations(

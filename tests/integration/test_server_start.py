@@ -83,6 +83,10 @@ def test_server_waits_for_a_majority_until_the_other_one_starts(servers: tuple[S
         assert f"no connection to {second.host}:{second.ports[1]} (connection refused)" in output
         # Each change is printed once: this is no terminal.
         assert output.count(_WAITING) == 1
+        listed = first.run("etcd", "status", check=False)
+        assert listed.returncode == 1
+        assert listed.stderr == "0 of 2 members respond, 2 needed\n"
+        assert "no response" in listed.stdout and "refused the connection" in listed.stdout
         assert first.run("down").stdout.strip().endswith("stopped")
         process.wait(timeout=60)
         assert is_stopped(first)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,6 +186,7 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert sum(member["is_leader"] for member in members.values()) <= 1
     assert lost.where in list_controller_addresses(other.state_dir)
     lost_token_id = find_owner_token_id(lost.state_dir)
+    assert members[lost.name]["problem"] == "refused the connection"
     removed = other.run("etcd", "remove", lost.name)
     assert f"revoked the owner token of that server, {lost_token_id}" in removed.stdout + removed.stderr
     # Also before the removal, which may be interrupted: it is stored nowhere else.
@@ -196,6 +198,11 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert lost.where not in list_controller_addresses(other.state_dir)
     assert lost.name not in {member["name"] for member in other.list_members()}
     wait_until(lambda: not alarms(other), timeout_s=60, what="the alarm ends with the member")
+    returned = lost.run("up", "--detach", check=False)
+    assert returned.returncode != 0
+    assert f"{lost.name} was removed from the cluster with 'genie etcd remove'" in returned.stderr
+    assert f"remove {lost.state_dir / 'controller'}, " in returned.stderr
+    assert '"level"' not in returned.stderr
     shutil.rmtree(lost.state_dir)
     lost.name = "s4"
     lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
@@ -244,6 +251,26 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     again = second.join(first.where, token_file, check=False)
     assert "was used already" in again.stdout + again.stderr
     assert not (second.state_dir / "controller").exists()
+
+
+def test_join_that_fails_early_can_be_repeated(servers: list[Server], tmp_path: Path) -> None:
+    first, second, third = servers
+    first.start_first()
+    used_token = first.create_server_token(tmp_path / "s2.token")
+    second.join(first.where, used_token)
+    refused = third.join(first.where, used_token, check=False)
+    assert "was used already" in refused.stdout + refused.stderr
+    token_file = first.create_server_token(tmp_path / "s3.token")
+    unused_address = f"{first.host}:{third.ports[0]}"
+    refused = third.join(unused_address, token_file, check=False)
+    assert f"{unused_address} refused the connection" in refused.stdout + refused.stderr
+    with socket.create_server((third.host, third.ports[1])):
+        refused = third.join(first.where, token_file, check=False)
+        assert f"port {third.ports[1]} on {third.host} is in use" in refused.stdout + refused.stderr
+    assert not (third.state_dir / "etcd").exists()
+    (third.state_dir / "etcd" / "data").mkdir(parents=True)  # an earlier release has left it
+    third.join(first.where, token_file)
+    assert len(third.list_members()) == 3
 
 
 def test_a_server_without_an_agent_stays_one(servers: list[Server], tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,9 +22,9 @@ from genie.errors import ConfigError, GenieError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from genie.config import Settings
+    from genie.controller.etcd.local_member import LocalMember
     from genie.controller.etcd.membership import EtcdCluster, MemberStatus
     from genie.controller.nodes.releases import ServerRelease
-    from genie.controller.store.etcd_address import EtcdAddress
 
 etcd_app = typer.Typer(
     name="etcd",
@@ -39,18 +42,21 @@ _STATUS_COLUMNS_DROPPED_IF_NARROW = ("version", "revision")
 def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Show members, leader, health, size and revision of the etcd cluster.
 
-    If no member responds, they are listed by address.
+    If no member responds, they are listed by address. Exit code 1 without a majority.
     """
-    address = _etcd_address_of_local_member(invocation.load_settings())
-    statuses = asyncio.run(_fetch_member_statuses(address))
+    settings = invocation.load_settings()
+    statuses = asyncio.run(_fetch_member_statuses(settings))
     if as_json:
         output.write_json({"members": [_member_status_to_json(each) for each in statuses]})
-        return
-    output.write_table(
-        _STATUS_COLUMNS,
-        [_member_status_row(each) for each in statuses],
-        droppable=_STATUS_COLUMNS_DROPPED_IF_NARROW,
-    )
+    else:
+        output.write_table(
+            _STATUS_COLUMNS,
+            [_member_status_row(each) for each in statuses],
+            droppable=_STATUS_COLUMNS_DROPPED_IF_NARROW,
+        )
+    if problem := _find_majority_problem(statuses):
+        output.print_message(problem)
+        raise typer.Exit(1)
 
 
 @command(etcd_app, "remove", example="genie etcd remove gpu-box-2")
@@ -65,8 +71,7 @@ def remove(
     Fails while the member responds: stop it first with 'genie down'.
     """
     settings = invocation.load_settings()
-    address = _etcd_address_of_local_member(settings)
-    removed = asyncio.run(_remove_member(address, name))
+    removed = asyncio.run(_remove_member(settings, name))
     output.write_line(f"{name}: removed")
     for server in removed:
         output.print_message(f"removed the address of its controller, {server.address}")
@@ -80,12 +85,11 @@ def defrag(invocation: Invocation) -> None:
     A member does not respond meanwhile. Also clears the alarm of a full store. The leading controller
     defragments by itself when more than half of a file is free.
     """
-    address = _etcd_address_of_local_member(invocation.load_settings())
-    for member in asyncio.run(_defragment_members_and_get_names(address)):
+    for member in asyncio.run(_defragment_members_and_get_names(invocation.load_settings())):
         output.write_line(f"{member}: defragmented")
 
 
-def _etcd_address_of_local_member(settings: Settings) -> EtcdAddress:
+def _read_local_member(settings: Settings) -> LocalMember:
     from genie.controller.etcd.local_member import LocalMember
 
     member = LocalMember.read(settings.paths.state_dir)
@@ -94,27 +98,42 @@ def _etcd_address_of_local_member(settings: Settings) -> EtcdAddress:
             f"there is no etcd member in {settings.paths.state_dir}",
             hint="run this on a server of a cluster that was started with 'genie up --store etcd'",
         )
-    return member.address(settings.paths.state_dir)
+    return member
 
 
-async def _fetch_member_statuses(address: EtcdAddress) -> tuple[MemberStatus, ...]:
+def _open_cluster(settings: Settings) -> AbstractAsyncContextManager[EtcdCluster]:
+    # Errors of connections are shown by the commands. gRPC reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from genie.controller.etcd.membership import open_etcd_cluster
 
-    async with open_etcd_cluster(address) as cluster:
+    member = _read_local_member(settings)
+    return open_etcd_cluster(member.address(settings.paths.state_dir), cluster_id=member.etcd_cluster_id)
+
+
+async def _fetch_member_statuses(settings: Settings) -> tuple[MemberStatus, ...]:
+    async with _open_cluster(settings) as cluster:
         return await cluster.fetch_statuses()
 
 
-async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]:
+def _find_majority_problem(statuses: Sequence[MemberStatus]) -> str:
+    """Empty if a majority of the voting members responds."""
+    voters = [each for each in statuses if not each.info.is_learner]
+    responding, needed = sum(not each.problem for each in voters), len(voters) // 2 + 1
+    if responding >= needed:
+        return ""
+    return f"{responding} of {len(voters)} members respond, {needed} needed"
+
+
+async def _remove_member(settings: Settings, name: str) -> list[ServerRelease]:
     """Removes the records of the server first, and returns them: if that fails, the command can be
     repeated. Prints the ID of its owner token before, because nothing stores it afterwards."""
-    from genie.controller.etcd.membership import open_etcd_cluster
-    from genie.controller.etcd.removed_server import (
-        delete_records_of_controller,
-        list_controllers_of_server,
-    )
-    from genie.controller.store.etcd import EtcdStore
+    async with _open_cluster(settings) as cluster:
+        from genie.controller.etcd.removed_server import (
+            delete_records_of_controller,
+            list_controllers_of_server,
+        )
+        from genie.controller.store.etcd import EtcdStore
 
-    async with open_etcd_cluster(address) as cluster:
         statuses = await cluster.fetch_statuses()
         chosen = [each for each in statuses if each.info.label == name]
         if len(chosen) != 1:
@@ -127,7 +146,7 @@ async def _remove_member(address: EtcdAddress, name: str) -> list[ServerRelease]
                 hint="only a lost member is removed; stop it with 'genie down' on its machine first",
             )
         _check_majority_responds(statuses, name)
-        store = await EtcdStore.open_address(address)
+        store = await EtcdStore.open_address(_read_local_member(settings).address(settings.paths.state_dir))
         try:
             removed = await list_controllers_of_server(store, name)
             for controller, server in removed.items():
@@ -175,10 +194,8 @@ async def _revoke_owner_token(settings: Settings, token_id: str) -> None:
     output.print_message(f"revoked the owner token of that server, {token_id}")
 
 
-async def _defragment_members_and_get_names(address: EtcdAddress) -> list[str]:
-    from genie.controller.etcd.membership import open_etcd_cluster
-
-    async with open_etcd_cluster(address) as cluster:
+async def _defragment_members_and_get_names(settings: Settings) -> list[str]:
+    async with _open_cluster(settings) as cluster:
         statuses = await cluster.fetch_statuses()
         _check_all_members_respond(statuses)
         for each in sorted(statuses, key=lambda status: status.is_leader):

@@ -41,6 +41,8 @@ class LocalMember:
     """HOST:PORT of the other members, for clients."""
     runs_agent: bool = True
     """Whether jobs run on this machine: they could read the key of the CA."""
+    etcd_cluster_id: str = ""
+    """In hexadecimal digits; another one after a restore on this machine. Empty: not known."""
 
     @classmethod
     def read(cls, state_dir: Path) -> LocalMember | None:
@@ -69,6 +71,7 @@ class LocalMember:
             controller_port=int(body["controller_port"]),
             endpoints=tuple(str(endpoint) for endpoint in body["endpoints"]),
             runs_agent=bool(body.get("runs_agent", True)),
+            etcd_cluster_id=str(body.get("etcd_cluster_id", "")),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class LocalMember:
             "controller_port": self.controller_port,
             "endpoints": list(self.endpoints),
             "runs_agent": self.runs_agent,
+            "etcd_cluster_id": self.etcd_cluster_id,
         }
 
     def write(self, state_dir: Path) -> None:

@@ -1,4 +1,7 @@
-"""Alarms for etcd members that do not respond. The leading controller updates them every few seconds."""
+"""Alarms for etcd members that do not respond or belong to another etcd cluster.
+
+The leading controller updates them every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ class _UnresponsiveMember:
     endpoint: str
     since: float
     """Time of the first check that failed, in seconds since 1970."""
+    belongs_to_other_cluster: bool
     failed_checks: int = 0
     is_reported: bool = False
 
@@ -53,8 +57,11 @@ class EtcdMemberAlarms:
         for member_id, status in silent.items():
             info = status.info
             member = self._unresponsive.setdefault(
-                member_id, _UnresponsiveMember(info.label, info.endpoint, now)
+                member_id,
+                _UnresponsiveMember(info.label, info.endpoint, now, status.belongs_to_other_cluster),
             )
+            if member.belongs_to_other_cluster != status.belongs_to_other_cluster:
+                member.belongs_to_other_cluster, member.is_reported = status.belongs_to_other_cluster, False
             member.failed_checks += 1
             if member.failed_checks >= _FAILED_CHECKS_MIN and not member.is_reported:
                 member.is_reported = True
@@ -62,6 +69,12 @@ class EtcdMemberAlarms:
 
     def _describe(self, member: _UnresponsiveMember) -> str:
         where = f" ({member.endpoint})" if member.endpoint else ""
+        if member.belongs_to_other_cluster:
+            return (
+                f"etcd member {member.label}{where} belongs to another etcd cluster, such as after 'genie "
+                "store restore' there: stop one of the two clusters with 'genie down' on its servers; to "
+                f"keep this one, run 'genie etcd remove {member.label}' here, then join that server again"
+            )
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(member.since))
         others = self._member_count - len(self._unresponsive)
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def test_status_row_shows_role_size_and_fragmentation() -> None:
     )
     lost = MemberStatus(info=MEMBER, problem="could not reach it")
     assert etcd._member_status_row(lost)[-1] == "could not reach it"
+
+
+@pytest.mark.parametrize(
+    ("problems", "shown"),
+    [
+        (["", ""], ""),
+        (["", "", "no response"], ""),
+        (["", "no response"], "1 of 2 members respond, 2 needed"),
+        (["", "no response", "belongs to another etcd cluster"], "1 of 3 members respond, 2 needed"),
+    ],
+)
+def test_status_says_how_many_members_respond_without_a_majority(problems: list[str], shown: str) -> None:
+    learner = MemberStatus(info=replace(MEMBER, is_learner=True))
+    statuses = [MemberStatus(info=MEMBER, problem=problem) for problem in problems]
+    assert etcd._find_majority_problem([*statuses, learner]) == shown
 
 
 def test_member_ids_are_hexadecimal_in_json() -> None:

@@ -12,11 +12,11 @@ from genie.controller.etcd.membership import MemberInfo, MemberStatus
 _NOON = 1_795_089_600.0
 
 
-def status_of(number: int, *, problem: str = "") -> MemberStatus:
+def status_of(number: int, *, problem: str = "", belongs_to_other_cluster: bool = False) -> MemberStatus:
     info = MemberInfo(
         member_id=number, name=f"s{number}", peer_url="", endpoint=f"10.0.0.{number}:2379", is_learner=False
     )
-    return MemberStatus(info=info, problem=problem)
+    return MemberStatus(info=info, problem=problem, belongs_to_other_cluster=belongs_to_other_cluster)
 
 
 def test_alarm_names_the_member_its_address_the_time_and_what_to_do(
@@ -36,6 +36,18 @@ def test_alarm_names_the_member_its_address_the_time_and_what_to_do(
     alarms.record_statuses([status_of(1), status_of(2), status_of(3)], now=_NOON + 60)
     assert alarms.alarms() == []
     assert "etcd member s2 responds again" in caplog.records[-1].message
+
+
+def test_alarm_of_a_silent_member_changes_when_it_returns_in_another_cluster() -> None:
+    alarms = EtcdMemberAlarms()
+    for _ in range(2):
+        alarms.record_statuses([status_of(1), status_of(2, problem="no response")], now=_NOON)
+    assert "has not responded since" in alarms.alarms()[0]
+    other = status_of(2, problem="belongs to another etcd cluster", belongs_to_other_cluster=True)
+    alarms.record_statuses([status_of(1), other], now=_NOON)
+    (text,) = alarms.alarms()
+    assert text.startswith("etcd member s2 (10.0.0.2:2379) belongs to another etcd cluster")
+    assert "'genie down'" in text and "'genie etcd remove s2'" in text
 
 
 def test_single_failed_check_is_no_alarm() -> None:
