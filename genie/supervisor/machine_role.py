@@ -110,7 +110,7 @@ def check_etcd_address(settings: Settings) -> None:
         f"--bind {config.bind}: the etcd member of this machine stays on {member.bind}, where the other "
         "servers expect it",
         hint="start it without --bind; to move the only server: 'genie store backup FILE' while it runs, "
-        f"'genie down', 'genie store restore FILE --bind {config.bind}'; to move one of several: 'genie down', "
+        f"'genie down', 'genie store restore FILE --bind {config.bind}'; one of several: 'genie down', "
         f"'genie etcd remove {member.name}' on another server, then 'genie join --server' with --bind and "
         "another GENIE_STATE_DIR",
     )
