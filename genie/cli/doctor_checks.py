@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import genie
 from genie.cli.quantities import format_count, format_duration, format_size
@@ -30,6 +31,9 @@ from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text
 from genie.processes import cgroups
+
+if TYPE_CHECKING:
+    from genie.supervisor.machine_role import JoinedNode
 
 _VERSION_COMMAND_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -356,6 +360,7 @@ def _check_certificate_file_expiry(path: Path) -> CheckOutcome:
 
 def check_port_and_cluster(settings: Settings) -> Iterator[CheckOutcome]:
     """Checks that the port is free or used by the local cluster, and that the cluster accepts the token."""
+    from genie.supervisor.machine_role import find_joined_nodes
     from genie.supervisor.this_machine import is_own_address
 
     answered, found, fix = asyncio.run(_fetch_cluster_reachable_found_and_fix(settings))
@@ -368,6 +373,9 @@ def check_port_and_cluster(settings: Settings) -> Iterator[CheckOutcome]:
         settings.controller.bind, local_port, is_used_by_local_cluster=is_used_by_local_cluster
     )
     if where is None:
+        if nodes := find_joined_nodes(settings.paths.state_dir):
+            yield _check_joined_nodes(nodes, settings.paths.state_dir)
+            return
         yield CheckOutcome(
             name="cluster",
             verdict=CheckVerdict.ABSENT,
@@ -377,6 +385,20 @@ def check_port_and_cluster(settings: Settings) -> Iterator[CheckOutcome]:
         return
     yield CheckOutcome(
         name="cluster", verdict=CheckVerdict.OK if answered else CheckVerdict.FAILED, found=found, fix=fix
+    )
+
+
+def _check_joined_nodes(nodes: list[JoinedNode], state_dir: Path) -> CheckOutcome:
+    from genie.supervisor.local_cluster import find_running_cluster
+
+    found = ", ".join(f"node {node.node_id} of {address_text(node.host, node.port)}" for node in nodes)
+    if find_running_cluster(state_dir) is not None:
+        return CheckOutcome(name="cluster", verdict=CheckVerdict.OK, found=found)
+    return CheckOutcome(
+        name="cluster",
+        verdict=CheckVerdict.WARNING,
+        found=f"{found}; its agent is not running",
+        fix=" or ".join(node.start_command for node in nodes),
     )
 
 

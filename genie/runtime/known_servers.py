@@ -19,6 +19,7 @@ from genie.errors import (
     NothingListensError,
     NotLeaderError,
     StoreError,
+    StoreUnavailableError,
     UnreachableError,
     UsageError,
 )
@@ -164,6 +165,12 @@ class ServerList:
             for server in self._servers
             if server in self._last_failure_by_server
         )
+        if kind in (NotLeaderError, StoreUnavailableError):
+            return kind(
+                f"no leader of the cluster was found: {reasons}",
+                hint="there is none without a majority of the etcd members: "
+                "'genie etcd status' on a server shows them",
+            )
         return kind(
             f"no controller of the cluster accepted the request: {reasons}",
             hint="check the network and the machines of the controllers; "

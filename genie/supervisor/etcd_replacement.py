@@ -38,6 +38,7 @@ from genie.supervisor.local_cluster import (
     hold_supervisor_lock,
 )
 from genie.supervisor.local_node import local_node_id
+from genie.supervisor.machine_role import missing_bind_error
 from genie.tenancy.access import NO_PIN
 
 _ETCD_STOP_GRACE_S = 30.0
@@ -61,11 +62,7 @@ def choose_new_member(settings: Settings) -> LocalMember:
         port = config.port if is_port_given else before.controller_port
         return replace(before, endpoints=(), controller_port=port, etcd_cluster_id="")
     if not is_bind_given:
-        raise ConfigError(
-            f"etcd and the controller would listen on {config.bind}, where no other server can reach them",
-            hint="give an address of this machine that does not change with --bind (--bind 127.0.0.1 for a "
-            "cluster that never has another server)",
-        )
+        raise missing_bind_error(config.bind)
     name = before.name if before is not None else _find_node_id_of_machine(settings)
     return new_local_member(config, name=name)
 

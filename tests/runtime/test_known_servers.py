@@ -12,11 +12,12 @@ import pytest
 from genie import config
 from genie.cluster.client import open_client
 from genie.config import Settings
-from genie.errors import OutdatedLeaderError, UnreachableError
+from genie.errors import GenieError, NotLeaderError, OutdatedLeaderError, UnreachableError
 from genie.model.tenant import TokenKind
 from genie.runtime import logins
 from genie.runtime.known_servers import (
     SERVERS_MAX,
+    ServerList,
     read_generation,
     read_known_servers,
     store_generation,
@@ -58,6 +59,24 @@ def test_damaged_file_counts_as_none(tmp_path: Path, body: str) -> None:
     store_known_servers(tmp_path, PIN, (("h", 1), ("i", 1)))
     (tmp_path / "servers" / f"{PIN}.json").write_text(body)
     assert read_known_servers(tmp_path, PIN) == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (NotLeaderError("it does not lead"), "no leader of the cluster was found", "genie etcd status"),
+        (UnreachableError("no reply"), "no controller of the cluster accepted", "check the network"),
+    ],
+)
+def test_error_says_whether_a_leader_or_the_network_is_missing(
+    error: GenieError, message: str, hint: str
+) -> None:
+    servers = ServerList(("10.0.0.5", 5555), [("10.0.0.6", 5555)], has_tls=True)
+    for address in (("10.0.0.5", 5555), ("10.0.0.6", 5555)):
+        servers.record_failure(address, error, now_s=0.0)
+    found = servers.error_naming_all_failed_servers(error)
+    assert type(found) is type(error)
+    assert message in found.message and hint in found.hint
 
 
 async def test_command_finds_another_controller_when_that_of_its_login_is_down(tmp_path: Path) -> None:

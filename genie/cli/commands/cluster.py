@@ -117,9 +117,12 @@ def up(
         {**given, "controller.tls": tls, **_label_and_rack_settings(label, rack)}, keep_info_logs=True
     )
     from genie.controller.nodes.admission import check_bind_address
+    from genie.supervisor import machine_role
     from genie.supervisor.etcd_member import with_settings_of_local_member
 
+    machine_role.check_may_start_cluster(settings.paths.state_dir)
     settings = with_settings_of_local_member(settings)
+    machine_role.check_etcd_address(settings)
     check_bind_address(settings.controller)
     if detach:
         flags = {"--bind": bind, "--port": port, "--store": store, "--tls": tls}
@@ -176,8 +179,10 @@ def join(
     given |= _join_settings(controller, token=text, node_id=node_id)
     settings = invocation.load_settings(given, keep_info_logs=True)
     _validate_token_and_node_id(settings)
-    from genie.supervisor import local_cluster
+    from genie.supervisor import local_cluster, machine_role
 
+    if not server:
+        machine_role.check_may_start_as_node(settings.paths.state_dir)
     if detach:
         from genie.cli import background
 
@@ -222,7 +227,7 @@ def down(
     With --keep-jobs they continue, and the next 'genie up' or 'genie join' takes them over. Restartable jobs
     are queued again if that takes longer than 0.7 x controller.node_ttl_s.
     """
-    from genie.supervisor import local_cluster
+    from genie.supervisor import local_cluster, machine_role
 
     settings = invocation.load_settings()
     state_dir = settings.paths.state_dir
@@ -244,8 +249,12 @@ def down(
             state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s, keep_jobs=keep_jobs
         )
     )
-    kept = "; its jobs continue: start it again with 'genie up' or 'genie join'"
-    output.write_line(f"stopped{kept if keep_jobs and found.node_id else ''}")
+    start_again = f"start it again with {machine_role.find_start_command(state_dir, found.node_id)!r}"
+    if keep_jobs and found.node_id:
+        output.write_line(f"stopped; its jobs continue: {start_again}")
+        return
+    output.write_line("stopped")
+    output.print_message(start_again)
 
 
 @command(app, "forget", example="genie forget gpu-box-3")

@@ -70,6 +70,9 @@ def _format_store(reply: StatusReply) -> str:
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:
     """Return role and leader, for a controller that does not lead."""
+    if not reply.store_ok and (reply.age_s > 0 or not reply.has_cluster_data):  # it reaches no leader
+        last = f" (last: {reply.leader})" if reply.leader else ""
+        return [("role", "standby"), ("leader", f"none{last}")]
     hint = f" (genie status --address {reply.leader})" if reply.leader else ""
     return [("role", "standby"), ("leader", f"{reply.leader or 'none elected'}{hint}")]
 

@@ -38,7 +38,7 @@ from genie.model.messages import (
     StatusReply,
     reply_type,
 )
-from genie.model.tenant import Identity, TokenRecord
+from genie.model.tenant import Identity, TokenKind, TokenRecord
 from genie.processes.clock import Clock
 from genie.runtime import rpc, wire
 
@@ -153,6 +153,7 @@ class StandbyRequests:
         try:
             leaders = await self._forward(connection.identity, GetStatus())
         except _NO_LEADER_ERRORS:
+            own = _with_no_leader_alarm(own, connection.identity)
             reads, copy = self._copy_reads, self._copy
             if reads is None or copy is None or not copy.is_usable:
                 return own
@@ -231,6 +232,16 @@ def _timeout_s(request: Message) -> float:
 def _wait_s(request: Message) -> float:
     """How long the leader may wait for a change before it replies."""
     return clamp_wait_s(float(getattr(request, "wait_s", 0.0)))
+
+
+def _with_no_leader_alarm(own: StatusReply, identity: Identity) -> StatusReply:
+    """The status of a controller that reaches no leader; why, for the owner, if it is the store."""
+    if own.store_ok or identity.kind is not TokenKind.OWNER:
+        return own
+    count = len(own.store_members)
+    members = f" (of {count} etcd members, {count // 2 + 1} must run: see 'genie etcd status')"
+    alarm = f"no leader: the store does not respond{members if count else ''}"
+    return msgspec.structs.replace(own, alarms=(alarm, *own.alarms))
 
 
 def _with_cluster_data_of(leaders: StatusReply, own: StatusReply) -> StatusReply:

@@ -29,6 +29,7 @@ from genie.controller.store.etcd_errors import (
     is_tls_failure,
     is_token_rejected,
     to_genie_error,
+    without_grpc_address,
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
 from genie.errors import ConfigError, StoreAccessError, StoreUnavailableError
@@ -152,7 +153,9 @@ class EtcdChannels:
                     continue
                 may_retry = self._can_retry_call(error, member, idempotent)
                 if not may_retry or self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s:
-                    raise to_genie_error(error, action=action, endpoint=member.endpoint) from error
+                    raise to_genie_error(
+                        error, action=action, endpoint=member.endpoint, idempotent=idempotent
+                    ) from error
             await self._clock.sleep(CALL_RETRY_INTERVAL_S)
 
     async def get_ready_member(self, deadline_s: float) -> EtcdMember:
@@ -406,4 +409,4 @@ def _read_secrets(address: EtcdAddress) -> _Secrets:
 
 
 def _format_failure_reasons(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{endpoint}: {reason}" for endpoint, reason in reasons.items())
+    return "; ".join(f"{endpoint}: {without_grpc_address(reason)}" for endpoint, reason in reasons.items())

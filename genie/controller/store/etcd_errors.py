@@ -32,12 +32,19 @@ _TLS_FAILURE_MESSAGES = (
     "No match found for server name",
     "create security handshaker",
 )
+_GRPC_CONNECT_FAILURE = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (ipv[46]:\S+: )?"
+    r"(Failed to connect to remote host: )?"
+)
 _INSTALL_HINT = "install etcd 3.4.22 or later of 3.4, or 3.5.6 or later (Debian: etcd-server)"
 
 
-def to_genie_error(error: grpc.aio.AioRpcError, *, action: str, endpoint: str) -> GenieError:
+def to_genie_error(
+    error: grpc.aio.AioRpcError, *, action: str, endpoint: str, idempotent: bool
+) -> GenieError:
+    """`idempotent`: repeating the call changes nothing, so its caller need not find out what it did."""
     code, text = error.code(), error.details() or ""
-    message = f"etcd at {endpoint}: {action} failed: {text!r} ({code.name})"
+    message = f"etcd at {endpoint}: {action} failed: {without_grpc_address(text)!r} ({code.name})"
     match code:
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "database space exceeded" in text:
             return StoreFullError(
@@ -63,9 +70,13 @@ def to_genie_error(error: grpc.aio.AioRpcError, *, action: str, endpoint: str) -
         case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.INVALID_ARGUMENT:
             return StoreError(message)
         case _:
-            return StoreUnavailableError(
-                message, hint="a write may have been applied: read the key to find out"
-            )
+            hint = "" if idempotent else "a write may have been applied: read the key to find out"
+            return StoreUnavailableError(message, hint=hint)
+
+
+def without_grpc_address(text: str) -> str:
+    """The reason in gRPC's text for a failed connection, which repeats the address."""
+    return _GRPC_CONNECT_FAILURE.sub("", text)
 
 
 def is_token_rejected(error: grpc.aio.AioRpcError) -> bool:

@@ -86,7 +86,7 @@ class EtcdWatch:
             self._handle_watch_response(response)
             return
         except grpc.aio.AioRpcError as error:
-            fault = to_genie_error(error, action="watch", endpoint=self._endpoint)
+            fault = to_genie_error(error, action="watch", endpoint=self._endpoint, idempotent=True)
         except TimeoutError:
             fault = StoreUnavailableError(f"etcd at {self._endpoint}: starting a watch timed out")
         except StoreUnavailableError as error:

@@ -22,6 +22,7 @@ from genie.cli.commands.cluster import (
     _print_started_cluster,
 )
 from genie.config import load
+from genie.controller.etcd.local_member import LocalMember
 from genie.errors import NodeError, NodeNotFoundError
 from genie.model.job import JobState, Placement
 from genie.model.messages import (
@@ -123,6 +124,22 @@ def test_invalid_label_or_rack_fails_immediately(genie, state_dir, argv, detach,
     assert (ran.code, ran.out) == (2, "")
     assert named in ran.err and "hint: " in ran.err
     assert find_running_cluster(state_dir) is None
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_server_is_not_started_with_join_and_first_server_needs_an_address(genie, state_dir, detach) -> None:
+    ran = genie("up", "--store", "etcd", *detach)
+    assert (ran.code, ran.out) == (2, "")
+    assert "where no other server can reach them" in ran.err and "--bind 127.0.0.1" in ran.err
+    LocalMember(
+        name="box1", host="127.0.0.9", client_port=1, peer_port=2, bind="127.0.0.9", controller_port=3
+    ).write(state_dir)
+    ran = genie("join", "127.0.0.9", *detach)
+    assert (ran.code, ran.out) == (2, "")
+    assert "this machine is the server box1: start it with 'genie up'" in ran.err
+    ran = genie("up", "--bind", "127.0.0.8", *detach)
+    assert (ran.code, ran.out) == (2, "")
+    assert "--bind 127.0.0.8: the etcd member of this machine stays on 127.0.0.9" in ran.err
 
 
 def test_join_to_an_unreachable_address_is_a_transport_error(genie, state_dir) -> None:
@@ -344,6 +361,19 @@ def test_join_token_admits_one_machine_only(cluster, run_in_process, tmp_path) -
         down = run_in_process(other, "down")
         assert (down.code, down.out) == (0, "stopped\n")
         assert "stopping the agent of node second" in down.err and "cluster" not in down.err
+        start_again = f"'genie join {address} --node-id second'"
+        assert f"start it again with {start_again}" in down.err
+        for argv_of_up in (["up"], ["up", "--detach"]):
+            up = run_in_process(other, *argv_of_up)
+            assert (up.code, up.out) == (2, "")
+            assert f"node second of the cluster at {address}: start it with {start_again}" in up.err
+        (check,) = (
+            check
+            for check in json.loads(run_in_process(other, "doctor", "--json").out)["checks"]
+            if check["name"] == "cluster"
+        )
+        assert check["found"] == f"node second of {address}; its agent is not running"
+        assert f"'{check['fix']}'" == start_again
         again = other(*argv)
         assert again.returncode == 0, "it has an identity of its own now: " + again.stderr
     finally:
@@ -433,7 +463,7 @@ def test_down_keeps_jobs_on_request_and_the_next_up_takes_them_over(run_in_proce
         job = run_in_process(commands, "submit", "--", "sh", "-c", script).out.strip()
         wait_until(lambda: "running" in run_in_process(commands, "jobs").out)
         ran = run_in_process(commands, "down", "--keep-jobs")
-        kept = "stopped; its jobs continue: start it again with 'genie up' or 'genie join'\n"
+        kept = "stopped; its jobs continue: start it again with 'genie up'\n"
         assert (ran.code, ran.out) == (0, kept)
         assert "will be terminated" not in ran.err
         assert find_running_cluster(commands.state_dir) is None

@@ -56,6 +56,17 @@ def test_status_of_a_standby_names_the_leader(genie, controller, leader, message
     assert "accelerators" not in ran.out and "jobs" not in ran.out
 
 
+def test_standby_without_a_store_shows_that_no_leader_exists(genie, controller) -> None:
+    reply = msgspec.structs.replace(
+        make_status_reply(), leading=False, leader="10.0.0.5:5555", store_ok=False, age_s=70.0
+    )
+    controller.replies[GetStatus] = reply
+    assert "leader   none (last: 10.0.0.5:5555)\n" in genie("status").out
+    # The leader has answered: only this server does not reach the store.
+    controller.replies[GetStatus] = msgspec.structs.replace(reply, age_s=0.0, has_cluster_data=True)
+    assert "leader        10.0.0.5:5555 (genie status" in genie("status").out
+
+
 def test_standby_shows_why_it_cannot_lead(genie, controller) -> None:
     reply = msgspec.structs.replace(
         make_status_reply(), leading=False, leader="", alarms=("this server cannot lead: it runs 9.0",)

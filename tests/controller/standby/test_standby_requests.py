@@ -175,6 +175,13 @@ async def test_age_grows_while_neither_leader_nor_store_respond(tmp_path: Path) 
             assert (await client.job(job.job_id)).state is JobState.QUEUED
             status = await client.status()
             assert status.age_s > before + 1.5
+
+            async def alarms() -> list[str]:
+                return [each for each in (await client.status()).alarms if "no leader" in each]
+
+            await until(alarms)
+            assert await alarms() == ["no leader: the store does not respond"]
+            assert "a write may have been applied" not in (await client.status()).store_reason
             async with cluster.standby.client(new_on_standby) as user:  # its token is only in the copy
                 assert (await user.ask(ListJobs())).jobs == ()
             cluster.etcd.resume()

@@ -11,7 +11,7 @@ import pytest
 
 from genie.controller.store import Compare, Delete, Put, WatchEvent
 from genie.controller.store.etcd import EtcdStore
-from genie.controller.store.etcd_errors import check_etcd_version
+from genie.controller.store.etcd_errors import check_etcd_version, without_grpc_address
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.errors import (
     CompactedError,
@@ -259,6 +259,25 @@ async def test_etcd_statuses_are_translated_to_genie_errors(
     with pytest.raises(StoreError if expected is not UsageError else UsageError) as caught:
         await fake_store.commit([], [Put("a", b"")])
     assert type(caught.value) is expected
+
+
+async def test_only_a_write_may_have_been_applied(fake_etcd: FakeEtcd, fake_store: EtcdStore) -> None:
+    fake_etcd.fail["Txn"] = [(grpc.StatusCode.UNKNOWN, "something else")]
+    fake_etcd.fail["Range"] = [(grpc.StatusCode.UNKNOWN, "something else")]
+    with pytest.raises(StoreUnavailableError) as of_write:
+        await fake_store.commit([], [Put("a", b"")])
+    with pytest.raises(StoreUnavailableError) as of_read:
+        await fake_store.get("a")
+    assert "may have been applied" in of_write.value.hint
+    assert of_read.value.hint == ""
+
+
+def test_connection_failures_name_each_address_once() -> None:
+    grpc_text = "failed to connect to all addresses; last error: UNKNOWN: "
+    for address in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1"):
+        text = f"{grpc_text}{address}: Failed to connect to remote host: Connection refused"
+        assert without_grpc_address(text) == "Connection refused"
+    assert without_grpc_address("etcdserver: no leader") == "etcdserver: no leader"
 
 
 @pytest.mark.parametrize(("ttl_s", "asked"), [(0.2, 1), (1.0, 1), (1.2, 2), (30.0, 30)])
