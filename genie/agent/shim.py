@@ -246,6 +246,8 @@ class Shim:
     def _enforce_deadlines(self) -> None:
         if self._job_wait_status is not None:
             return
+        if self._deadman_remaining_s() <= 0:
+            self._read_pending_extensions()
         if self._deadman_remaining_s() <= 0:  # also while ending: the grace period may be shorter now
             why = (
                 "the agent has ended" if self._control_fd < 0 else "the node lost contact with the controller"
@@ -253,6 +255,12 @@ class Shim:
             self._begin_termination(f"ended by Genie: {why}", grace_s=self._config["deadman_grace_s"])
         if self._end_reason and time.monotonic() >= self._kill_deadline_s:
             self._kill_descendants()
+
+    def _read_pending_extensions(self) -> None:
+        """Reads what arrived while this process was stopped or waited for a disk."""
+        self._accept_connections()
+        if self._control_fd >= 0:
+            self._read_control_lines()
 
     def _begin_termination(self, reason: str, *, grace_s: float) -> None:
         kill_at = time.monotonic() + grace_s
