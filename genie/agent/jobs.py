@@ -213,7 +213,7 @@ class NodeJobs:
             accepted = self._journal.read_job_record(record.job_id)
         except NameInvalidError:
             return False
-        return accepted is None or accepted.epoch == record.epoch
+        return accepted is None or accepted.epoch <= record.epoch
 
     def load_journal(self) -> None:
         """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it has
@@ -230,10 +230,39 @@ class NodeJobs:
             if job_id not in self.live_jobs
         }
         for record, body in self._journal.take_prepared_launches(boot_id=self._launch_context.boot_id):
-            plan = try_decode_plan(body)
-            if plan is not None and record.job_id not in running:
+            plan = None if record.job_id in running else try_decode_plan(body)
+            if plan is not None:
                 self.live_jobs[record.job_id] = LocalJob(record, plan.directory)
                 self._interrupted_launches[record.job_id] = plan
+            elif record.job_id in running:
+                self._try_discard_prepared_launch(record)
+            else:
+                self._report_unreadable_launch(record)
+
+    def _report_unreadable_launch(self, record: JobRecord) -> None:
+        """Reports a launch that cannot be continued as ended, so that the controller does not wait for it."""
+        report = ExitReport(
+            job_id=record.job_id,
+            epoch=record.epoch,
+            exit_code=None,
+            reason="not started: this release of the agent cannot read what the earlier one had prepared",
+            ended_at=self._clock.wall_s(),
+            started=False,
+            is_caused_by_node=True,
+        )
+        _log.warning("job %s (epoch %d) is %s", record.job_id, record.epoch, report.reason)
+        self.unsettled_exits[record.job_id] = report
+        self._try_discard_prepared_launch(record)
+        try:
+            self._write_exit_to_journal(report)
+        except (GenieError, OSError) as error:
+            _log.error("could not record the exit of %s: %s", record.job_id, error)
+
+    def _try_discard_prepared_launch(self, record: JobRecord) -> None:
+        try:
+            self._journal.discard_prepared_launch(record.job_id, record.epoch)
+        except OSError as error:
+            _log.error("could not remove the prepared launch of %s: %s", record.job_id, error)
 
     async def continue_job_of_earlier_agent(self, job: LocalJob) -> None:
         """Starts a job whose launch was interrupted, and reports the endpoint of a session. Never raises."""
@@ -387,8 +416,7 @@ class NodeJobs:
         job = self.live_jobs.get(job_id)
         if job is not None and job.epoch == epoch:
             job.kill_reason = job.kill_reason or reason
-            if job.has_started:
-                self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
+            self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
 
     def kill_all_jobs(self, reason: str) -> None:
         for job_id, job in self.live_jobs.items():

@@ -111,7 +111,8 @@ class JobLauncher(Protocol):
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         """Starts a job. With a dead-man timer it may run until `deadman_expiry_s` (monotonic) unless
-        refreshed. Raises NodeUnfitError."""
+        refreshed. Raises NodeUnfitError. After a cancellation, the job may start nevertheless; it is then
+        left to the next agent, unless it is killed."""
         ...
 
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
@@ -188,6 +189,13 @@ class _RunningShim:
 
 
 @dataclass
+class _StartInProgress:
+    is_killed: bool = False
+    """Whether the job must end as soon as its shim has started. Counts only for a cancelled start; otherwise
+    the caller of `start_job` kills the job."""
+
+
+@dataclass
 class _EndingJob:
     """A job whose shim has ended, or a job of an earlier agent."""
 
@@ -209,6 +217,7 @@ class ShimLauncher:
         self._control_group = control_group
         self._adopts_orphans = adopts_orphans
         self._shims: dict[str, _RunningShim] = {}
+        self._starts_in_progress: dict[str, _StartInProgress] = {}
         self._ending_jobs: dict[str, _EndingJob] = {}
         self._untaken_exits: list[ExitReport] = []
         self._has_untaken_exits = asyncio.Event()
@@ -316,13 +325,16 @@ class ShimLauncher:
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         assert plan.job_id not in self.running_jobs_and_kill_errors(), f"{plan.job_id} is already running"
         loop = asyncio.get_running_loop()
+        start = _StartInProgress()
+        self._starts_in_progress[plan.job_id] = start
         starting = loop.run_in_executor(
             self._start_thread_pool, partial(self._start_shim, plan, deadman_expiry_s)
         )
+        starting.add_done_callback(lambda _: self._starts_in_progress.pop(plan.job_id, None))
         try:
             new = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_kill_shim_of_cancelled_start)
+            starting.add_done_callback(partial(_release_shim_of_cancelled_start, start))
             raise
         except (OSError, StoreFullError) as error:
             raise NodeUnfitError(f"cannot start the shim of {plan.job_id}: {error}") from error
@@ -338,6 +350,8 @@ class ShimLauncher:
                 self._send_control_line(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+        if start := self._starts_in_progress.get(job_id):
+            start.is_killed = True
         running_shim = self._shims.get(job_id)
         if running_shim is None:
             return
@@ -538,7 +552,7 @@ def _connect_to_shims(
         if greeting is not None:
             rejected[greeting.shim_process] = greeting.job.job_id
         connection.control_socket.close()
-        job_files.try_unlink(connection.socket_path)
+        job_files.try_remove_any(connection.socket_path)
     return accepted, rejected
 
 
@@ -618,7 +632,7 @@ def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) 
     """Reads the exit record, and kills what the shim has left. Returns why the job has not ended."""
     _wait_for_or_abandon_process(ended_shim.process, timeout_s=SHIM_KILL_TIMEOUT_S)
     if ended_shim.socket_path is not None:
-        ended_shim.socket_path.unlink(missing_ok=True)
+        job_files.try_remove_any(ended_shim.socket_path)
     try:
         ending.exit_report = parse_exit_record(ended_shim.received_bytes)
         survivors = leftovers.parse_survivors(ended_shim.received_bytes)
@@ -666,14 +680,18 @@ def _read_exit_report(ended_shim: _RunningShim) -> ExitReport:
     )
 
 
-def _kill_shim_of_cancelled_start(starting: asyncio.Future[_RunningShim]) -> None:
-    """Ends a job that started while its launch was cancelled: its shim has no other agent to refresh it."""
-    if not starting.cancelled() and starting.exception() is None:
-        new = starting.result()
-        new.control_socket.close()
+def _release_shim_of_cancelled_start(start: _StartInProgress, starting: asyncio.Future[_RunningShim]) -> None:
+    """Leaves a job that started while the agent ended to the next agent, which adopts it. Ends it if it was
+    killed, or cannot be adopted."""
+    if starting.cancelled() or starting.exception() is not None:
+        return
+    new = starting.result()
+    new.control_socket.close()
+    is_killed = start.is_killed or new.socket_path is None
+    if is_killed:
         assert isinstance(new.process, subprocess.Popen)
         new.process.kill()
-        _wait_for_or_abandon_process(new.process, timeout_s=0.1)
+    _wait_for_or_abandon_process(new.process, timeout_s=0.1 if is_killed else 0.0)
 
 
 def _wait_for_or_abandon_process(
@@ -749,7 +767,7 @@ def _spawn_shim(
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:
         if plan.prepared_path is not None:
-            plan.prepared_path.unlink(missing_ok=True)
+            job_files.remove_any(plan.prepared_path)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,

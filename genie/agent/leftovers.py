@@ -12,12 +12,14 @@ normal end of a job is shim.py's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,8 +41,6 @@ JOB_DIR_VARIABLE = "GENIE_JOB_DIR"
 CONTROL_GROUP_PREFIX = "genie-"
 CONTROL_GROUPS_FILE = "cgroups"
 LEFTOVERS_KILL_TIMEOUT_S = 2.0
-KEEP_JOBS_SIGNAL = signal.SIGUSR1
-"""An agent that receives it ends, and its jobs go on; a supervisor passes it on."""
 GREETING_TIMEOUT_S = 1.0
 """For the greetings of all shims, before the registration of the node. A shim that is stopped, or that waits
 for a disk, is adopted when it responds."""
@@ -280,7 +280,7 @@ class ShimConnection:
 def listen_for_next_agent(path: Path) -> socket.socket:
     """Returns the listening socket for a new shim. Raises OSError."""
     files.make_private_directory(path.parent)
-    path.unlink(missing_ok=True)
+    job_files.remove_any(path)
     listening_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _short_address(path) as address:
@@ -358,7 +358,7 @@ class _GreetingReader:
         except ValueError as error:
             _log.error("could not adopt the job of the shim at %s: %s", self._path.name, error)
         self.control_socket.close()
-        job_files.try_unlink(self._path)
+        job_files.try_remove_any(self._path)
         return None
 
 
@@ -380,11 +380,16 @@ def _try_connect(path: Path) -> socket.socket | None:
     control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         control_socket.setblocking(False)
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(path))
         with _short_address(path) as address:
             control_socket.connect(address)
-    except OSError:  # nothing listens: the shim has ended, or was never started
+    except OSError as error:
+        # Usually nothing listens: the shim has ended, or was never started.
+        if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
+            _log.error("could not connect to the shim at %s: %s; ending its job", path, error.strerror)
         control_socket.close()
-        path.unlink(missing_ok=True)
+        job_files.try_remove_any(path)
         return None
     return control_socket
 

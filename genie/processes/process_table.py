@@ -180,11 +180,11 @@ _boot_id_cache: list[str] = []
 
 
 def boot_id() -> str:
-    """Identifies the current boot of this machine."""
+    """Identifies the current boot of this machine; empty if that is unknown."""
     if not _boot_id_cache:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
                 _boot_id_cache.append(file.read().strip())
         except OSError:
-            _boot_id_cache.append("boot")
+            _boot_id_cache.append("")
     return _boot_id_cache[0]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -354,6 +355,96 @@ async def test_job_whose_shim_does_not_respond_is_killed_if_the_node_has_no_reco
     assert "ending job job-1, epoch 7: its shim does not respond, and this node has no record" in caplog.text
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_start_in_progress_when_the_agent_ends_is_left_to_the_next_agent_unless_killed(
+    is_killed: bool,
+    make_launcher: MakeLauncher,
+    make_adoptable_plan: MakeAdoptablePlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    spawn, is_blocked, go_on = launcher._spawn_shim, threading.Event(), threading.Event()
+
+    def spawn_when_unblocked(*args: object, **given: object) -> subprocess.Popen[bytes]:
+        is_blocked.set()
+        go_on.wait(LONG_S)
+        return spawn(*args, **given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launcher, "_spawn_shim", spawn_when_unblocked)
+    plan = make_adoptable_plan(*STAY, has_deadman_timer=False)
+    starting = asyncio.create_task(first.start_job(plan, deadman_expiry_s=0.0))
+    await until(is_blocked.is_set, what="the start is blocked")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    if is_killed:
+        first.kill_job("job-1", reason="the agent was stopped")
+    go_on.set()
+    first.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    adopted = await adopt_all(second, tmp_path)
+    assert [job.record.job_id for job in adopted] == ([] if is_killed else ["job-1"])
+
+
+@pytest.mark.parametrize("directory", ["shims", "prepared"])
+async def test_files_of_jobs_among_those_of_the_agent_do_not_keep_it_from_starting(
+    directory: str, controller: FakeController, node_dir: Path, run_agent: RunAgent
+) -> None:
+    """A job runs as the same user, so it can create them."""
+    boot_id = process_table.boot_id()
+    journal = Journal(node_dir)
+    journal.open()
+    names = ["j1.1", "j2.1", "j3.1", "j4.1"]
+    for name in names:
+        journal.record_launch(
+            JobRecord(job_id=name[:2], epoch=1, incarnation=1, accepted_at=1.0, boot_id=boot_id)
+        )
+    journal.close()
+    path = node_dir / directory
+    path.mkdir(exist_ok=True)
+    (path / "j1.1").mkdir()
+    (path / "j1.1" / "file").touch()
+    os.mkfifo(path / "j2.1")
+    (path / "j3.1").symlink_to("/dev/zero")
+    with (path / "j4.1").open("wb") as file:
+        file.truncate(1 << 40)
+    (path / "..odd name").mkdir()
+    async with run_agent():
+        await controller.peer()
+        assert controller.registers[-1].running == ()
+        await until(lambda: not list(path.iterdir()), what="the files are removed")
+
+
+async def test_odd_entries_do_not_keep_a_job_from_starting(
+    controller: FakeController, node_dir: Path, run_agent: RunAgent
+) -> None:
+    async with run_agent():
+        for name in ("shims", "prepared"):
+            (node_dir / name / "j1.1").mkdir(parents=True)
+            (node_dir / name / "j1.1" / "file").touch()
+            os.mkfifo(node_dir / name / "j2.2")
+        for job_id in ("j1", "j2"):
+            await controller.launch(job_id, "true")
+            assert (await controller.end_of(job_id)).exit_code == 0
+
+
+async def test_socket_that_belongs_to_another_job_is_rejected(
+    make_launcher: MakeLauncher,
+    make_adoptable_plan: MakeAdoptablePlan,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = make_launcher(), make_launcher()
+    await first.start_job(make_adoptable_plan(*STAY), deadman_expiry_s=time.monotonic() + LONG_S)
+    await wait_for_job_process(tmp_path, "job-1")
+    first.close()
+    (tmp_path / "shims" / "job-1.7").rename(tmp_path / "shims" / "job-2.7")
+    assert await adopt_all(second, tmp_path) == []
+    assert "could not adopt the job of the shim at job-2.7: it says that it runs job-1.7" in caplog.text
+
+
 async def test_job_that_ended_without_an_agent_has_an_exit_record_and_no_socket(
     make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
 ) -> None:
@@ -578,6 +669,46 @@ async def test_launch_is_not_repeated_if_the_job_may_have_run(
         assert controller.registers[-1].running == ()
         assert controller.confirms == []
     assert list((node_dir / "prepared").iterdir()) == []
+
+
+async def test_prepared_launch_of_another_release_is_reported_as_not_started(
+    controller: FakeController, node_dir: Path, run_agent: RunAgent
+) -> None:
+    journal = Journal(node_dir)
+    journal.open()
+    record = JobRecord(job_id="j1", epoch=3, incarnation=1, accepted_at=1.0, boot_id=process_table.boot_id())
+    journal.record_launch(record)
+    journal.store_prepared_launch(record, b"another format")
+    journal.close()
+    async with run_agent():
+        report = await controller.end_of("j1")
+        assert (report.epoch, report.started, report.is_caused_by_node) == (3, False, True)
+        assert "cannot read what the earlier one had prepared" in report.reason
+        assert controller.registers[-1].running == ()
+    assert list((node_dir / "prepared").iterdir()) == []
+
+
+def test_no_launch_is_continued_if_the_boot_is_unknown(
+    node_dir: Path, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    """After a power failure, the deleted plan of a job that has started may be back."""
+    journal = Journal(node_dir)
+    journal.open()
+    record = JobRecord(job_id="j1", epoch=3, incarnation=1, accepted_at=1.0, boot_id="")
+    journal.record_launch(record)
+    journal.store_prepared_launch(record, encode_plan(make_plan("true")))
+    assert journal.take_prepared_launches(boot_id="") == []
+    assert list((node_dir / "prepared").iterdir()) == []
+    journal.close()
+
+
+def test_boot_id_is_empty_if_the_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **given: object) -> object:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(process_table, "_boot_id_cache", [])
+    monkeypatch.setattr("builtins.open", fail)
+    assert process_table.boot_id() == ""
 
 
 def test_prepared_launch_is_removed_when_the_jobs_of_a_stopped_agent_are_ended(

@@ -404,7 +404,7 @@ def _cancel_current_task_on_stop_signal() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _keep_jobs_at_signal() -> Iterator[list[Supervisor]]:
     """Stop at KEEP_JOBS_SIGNAL as at SIGTERM, but without ending the jobs of the supervisors in the list."""
-    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+    from genie.agent import KEEP_JOBS_SIGNAL
 
     supervisors: list[Supervisor] = []
 
