@@ -762,7 +762,7 @@ def _spawn_shim(
         "job": None if plan.record is None else msgspec.to_builtins(plan.record),
         "group": group,
     }
-    path = plan.directory / "shim.json"
+    path = plan.directory / shim.CONFIG_FILE
     files.write_private(path, json.dumps(config).encode())
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:

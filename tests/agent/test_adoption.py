@@ -445,6 +445,63 @@ async def test_socket_that_belongs_to_another_job_is_rejected(
     assert "could not adopt the job of the shim at job-2.7: it says that it runs job-1.7" in caplog.text
 
 
+CONNECT = """
+import os, pathlib, socket, sys, time
+path, forks = sys.argv[1], sys.argv[2] == "orphan"
+if forks and os.fork():
+    time.sleep(300)
+if forks:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.environ.clear()
+control = socket.socket(socket.AF_UNIX)
+control.connect(path)
+try:
+    control.sendall(b"r 1e12\\n" + b'k ["hijacked", 0.0]\\n')
+    received = control.recv(10)
+except (BrokenPipeError, ConnectionResetError):
+    received = b""
+pathlib.Path("received.new").write_bytes(received)
+os.rename("received.new", "received")
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("target", ["job-1.7", "job-2.7"])
+@pytest.mark.parametrize("how", ["child", "orphan"])
+async def test_shim_rejects_connections_of_jobs(
+    target: str,
+    how: str,
+    make_launcher: MakeLauncher,
+    make_adoptable_plan: MakeAdoptablePlan,
+    make_plan: Callable[..., LaunchPlan],
+    tmp_path: Path,
+) -> None:
+    record = JobRecord(job_id="job-2", epoch=7, incarnation=1, accepted_at=1.0)
+    other = make_plan(*STAY, job_id="job-2", record=record, socket_path=tmp_path / "shims" / "job-2.7")
+    plan = make_adoptable_plan(sys.executable, "-c", CONNECT, str(tmp_path / "shims" / target), how)
+    agent = make_launcher()
+    for each in (other, plan):
+        await agent.start_job(each, deadman_expiry_s=time.monotonic() + LONG_S)
+    received = plan.work_dir / "received"
+    await until(received.exists, what="the connection of the job is closed")
+    assert received.read_bytes() == b""
+    assert agent.running_jobs_and_kill_errors() == {"job-1": "", "job-2": ""}
+    agent.kill_job("job-2", reason="the test is over", grace_s=0.1)
+    assert (await wait_for_exit(agent)).reason == "the test is over"
+
+
+async def test_dead_man_timer_is_not_extended_without_limit(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan
+) -> None:
+    agent = make_launcher()
+    await agent.start_job(make_adoptable_plan(*STAY), deadman_expiry_s=time.monotonic() + 2.0)
+    for until_s in (1e12, float("inf"), float("nan")):
+        agent.extend_deadman_timers(until_s)
+    assert "lost contact" in (await wait_for_exit(agent)).reason
+
+
 async def test_job_that_ended_without_an_agent_has_an_exit_record_and_no_socket(
     make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
 ) -> None:
