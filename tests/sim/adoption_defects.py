@@ -87,7 +87,7 @@ ADOPTION_DEFECTS = {
         _plant_dead_man_timers_extended_by_a_restart,
         "outage",
         ("isolate_node", "restart_repeatedly"),
-        (5, 14),
+        (8, 31, 33),
         "of another epoch",
     ),
     "launches that a restart forgets": Defect(
