@@ -2,3 +2,10 @@
 
 `python -m genie.agent` is the process. Placement is decided by scheduler/ and controller/.
 """
+
+from __future__ import annotations
+
+import signal
+
+KEEP_JOBS_SIGNAL = signal.SIGUSR1
+"""An agent that receives it ends, and its jobs go on; a supervisor passes it on."""

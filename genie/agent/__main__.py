@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from genie import config, hardware
+from genie.agent import KEEP_JOBS_SIGNAL
 from genie.agent.agent import Agent
 from genie.agent.disk import DiskAccess
 from genie.agent.identity import find_node_dir, read_identity
 from genie.agent.joining import join_cluster
 from genie.agent.launcher import ShimLauncher, kill_jobs_of_stopped_agents
-from genie.agent.leftovers import CONTROL_GROUP_PREFIX, KEEP_JOBS_SIGNAL
+from genie.agent.leftovers import CONTROL_GROUP_PREFIX
 from genie.config import Settings
 from genie.errors import GenieError, TlsError, TokenMissingError, UsageError
 from genie.model.names import address_text, is_loopback, node_id_from, parse_endpoint

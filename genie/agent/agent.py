@@ -193,7 +193,7 @@ class Agent:
         LeaderConnection.keep_connected_to_leader."""
         await self._disk_access.run_journal_call(self._journal.open)
         try:
-            if count := self._jobs.adopt_jobs_and_kill_leftovers():
+            if count := await self._jobs.adopt_jobs_and_kill_leftovers():
                 _log.warning("killed %d leftover processes of an earlier agent", count)
             await self._disk_access.run_journal_call(self._jobs.load_journal)
             await self._run_tasks()

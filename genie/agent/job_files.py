@@ -36,13 +36,21 @@ def open_regular_file(path: Path) -> IO[bytes]:
         raise
 
 
-def read_small_file(path: Path) -> bytes:
+def read_small_file(path: Path, *, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
     """Returns the contents of a small regular file. Raises OSError."""
     with open_regular_file(path) as file:
-        data = file.read(SMALL_FILE_BYTES_MAX + 1)
-    if len(data) > SMALL_FILE_BYTES_MAX:
-        raise OSError(errno.EFBIG, f"larger than {SMALL_FILE_BYTES_MAX} bytes", str(path))
+        data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
     return data
+
+
+def write_new_file(path: Path, data: bytes) -> None:
+    """Replaces whatever is there by a file with mode 0600, neither atomically nor durably. Raises OSError."""
+    remove_any(path)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -70,10 +78,20 @@ def path_exists(path: Path) -> bool:
     return True
 
 
-def try_unlink(path: Path) -> None:
-    """Removes one file; logs a warning if that fails."""
+def remove_any(path: Path) -> None:
+    """Removes what should be a file, also if it is a directory. Raises OSError."""
     try:
         path.unlink(missing_ok=True)
+    except (IsADirectoryError, PermissionError):
+        try_remove_tree(path)
+        if path_exists(path):
+            raise
+
+
+def try_remove_any(path: Path) -> None:
+    """As `remove_any`, but logs a warning if that fails."""
+    try:
+        remove_any(path)
     except OSError as error:
         _log.warning("could not remove %s: %s", path, error.strerror)
 

@@ -25,6 +25,7 @@ from genie.agent.heartbeats import NodeLease
 from genie.agent.job_files import RunDirectorySize
 from genie.agent.journal import EXIT_REASON_CHARS_MAX, JobRecord, Journal
 from genie.agent.launcher import JobLauncher, LaunchPlan, encode_plan, try_decode_plan
+from genie.agent.leftovers import AdoptedJob
 from genie.config import AgentConfig
 from genie.errors import (
     FencedError,
@@ -69,6 +70,7 @@ WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MIN = 2
 """Space for a working directory in relation to its archive: for the archive and, at least, for its files."""
 WORKDIR_DISK_BYTES_PER_ARCHIVE_BYTE_MAX = 8
 """The same if all files are small: each takes 1 KiB of the archive, and a block of the file system."""
+SILENT_SHIM_NOTE = "its shim does not respond; the state of the job is unknown"
 CONTACT_LOST_REASON = "ended by Genie: the node lost contact with the controller"
 
 
@@ -83,7 +85,9 @@ class LocalJob:
     record: JobRecord
     directory: Path
     started_s: float | None = None
-    """Monotonic time of its start; None before."""
+    """Monotonic time of its start; None before, and for an adopted job."""
+    adopted: AdoptedJob | None = None
+    """Set if an earlier agent has started it."""
     kill_reason: str = ""
     """Why it must not start or must end; empty if neither."""
     endpoint: Endpoint | None = None
@@ -110,7 +114,19 @@ class LocalJob:
 
     @property
     def has_started(self) -> bool:
-        return self.started_s is not None
+        return self.started_s is not None or self.adopted is not None
+
+    def elapsed_s(self, now_s: float) -> float:
+        """Since its start; 0 before, and while that is unknown."""
+        started_s = self.started_s if self.adopted is None else self.adopted.started_s
+        return 0.0 if started_s is None else now_s - started_s
+
+    @property
+    def status_note(self) -> str:
+        """For users; empty if there is nothing to report."""
+        if self.adopted is not None and not self.adopted.is_responding:
+            return SILENT_SHIM_NOTE
+        return self.executor_start_status
 
     @property
     def ends_with_lease(self) -> bool:
@@ -171,13 +187,13 @@ class NodeJobs:
         self._finished_run_sizes: dict[Path, RunDirectorySize] = {}
         """Of the directories of finished jobs."""
 
-    def adopt_jobs_and_kill_leftovers(self) -> int:
+    async def adopt_jobs_and_kill_leftovers(self) -> int:
         """Takes over the jobs that an earlier agent has left running; kills all of its other processes and
-        returns their number. Blocks.
+        returns their number.
 
         Their dead-man timers are not extended before a leader has acknowledged a heartbeat.
         """
-        adopted, killed_count = self._launcher.adopt_jobs_and_kill_leftovers(
+        adopted, killed_count = await self._launcher.adopt_jobs_and_kill_leftovers(
             self._journal.jobs_dir, may_adopt=self._is_last_launch
         )
         for each in adopted:
@@ -185,7 +201,7 @@ class NodeJobs:
             self.live_jobs[job_id] = LocalJob(
                 each.record,
                 self._journal.job_dir(job_id),
-                started_s=each.started_s,
+                adopted=each,
                 kill_reason=each.kill_reason,
             )
             _log.info("adopted job %s (epoch %d) of an earlier agent", job_id, each.record.epoch)
@@ -197,7 +213,7 @@ class NodeJobs:
             accepted = self._journal.read_job_record(record.job_id)
         except NameInvalidError:
             return False
-        return accepted is None or accepted.epoch == record.epoch
+        return accepted is None or accepted.epoch <= record.epoch
 
     def load_journal(self) -> None:
         """Reads what an earlier agent has left, after the adoption: unconfirmed exits, launches that it has
@@ -214,10 +230,39 @@ class NodeJobs:
             if job_id not in self.live_jobs
         }
         for record, body in self._journal.take_prepared_launches(boot_id=self._launch_context.boot_id):
-            plan = try_decode_plan(body)
-            if plan is not None and record.job_id not in running:
+            plan = None if record.job_id in running else try_decode_plan(body)
+            if plan is not None:
                 self.live_jobs[record.job_id] = LocalJob(record, plan.directory)
                 self._interrupted_launches[record.job_id] = plan
+            elif record.job_id in running:
+                self._try_discard_prepared_launch(record)
+            else:
+                self._report_unreadable_launch(record)
+
+    def _report_unreadable_launch(self, record: JobRecord) -> None:
+        """Reports a launch that cannot be continued as ended, so that the controller does not wait for it."""
+        report = ExitReport(
+            job_id=record.job_id,
+            epoch=record.epoch,
+            exit_code=None,
+            reason="not started: this release of the agent cannot read what the earlier one had prepared",
+            ended_at=self._clock.wall_s(),
+            started=False,
+            is_caused_by_node=True,
+        )
+        _log.warning("job %s (epoch %d) is %s", record.job_id, record.epoch, report.reason)
+        self.unsettled_exits[record.job_id] = report
+        self._try_discard_prepared_launch(record)
+        try:
+            self._write_exit_to_journal(report)
+        except (GenieError, OSError) as error:
+            _log.error("could not record the exit of %s: %s", record.job_id, error)
+
+    def _try_discard_prepared_launch(self, record: JobRecord) -> None:
+        try:
+            self._journal.discard_prepared_launch(record.job_id, record.epoch)
+        except OSError as error:
+            _log.error("could not remove the prepared launch of %s: %s", record.job_id, error)
 
     async def continue_job_of_earlier_agent(self, job: LocalJob) -> None:
         """Starts a job whose launch was interrupted, and reports the endpoint of a session. Never raises."""
@@ -237,8 +282,8 @@ class NodeJobs:
                 job_id=job_id,
                 epoch=job.epoch,
                 endpoint=job.endpoint,
-                status_note=(stuck.get(job_id) or job.executor_start_status)[:EXIT_REASON_CHARS_MAX],
-                elapsed_s=0.0 if job.started_s is None else now_s - job.started_s,
+                status_note=(stuck.get(job_id) or job.status_note)[:EXIT_REASON_CHARS_MAX],
+                elapsed_s=job.elapsed_s(now_s),
             )
             for job_id, job in self.live_jobs.items()
         )
@@ -371,18 +416,20 @@ class NodeJobs:
         job = self.live_jobs.get(job_id)
         if job is not None and job.epoch == epoch:
             job.kill_reason = job.kill_reason or reason
-            if job.has_started:
-                self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
+            self._launcher.kill_job(job_id, reason=reason, grace_s=grace_s)
 
     def kill_all_jobs(self, reason: str) -> None:
         for job_id, job in self.live_jobs.items():
             self.kill_job(job_id, epoch=job.epoch, reason=reason)
 
     def kill_jobs_that_end_with_lease(self) -> None:
-        """Kills the jobs that the controller may start elsewhere when the lease of the node has expired."""
+        """Kills the jobs that the controller may start elsewhere when the lease of the node has expired.
+
+        Their shims do the same; a stopped one is killed before the controller reclaims the accelerators."""
+        grace_s = self._lease.grace_after_lease_expiry_s(self._config.stop_grace_s)
         for job_id, job in self.live_jobs.items():
             if job.ends_with_lease:
-                self.kill_job(job_id, epoch=job.epoch, reason=CONTACT_LOST_REASON)
+                self.kill_job(job_id, epoch=job.epoch, reason=CONTACT_LOST_REASON, grace_s=grace_s)
 
     def settle_exits(self, job_ids: Collection[str]) -> None:
         for job_id in job_ids:

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 _Struct = TypeVar("_Struct")
 
 EXIT_REASON_CHARS_MAX = 600
+PREPARED_LAUNCH_BYTES_MAX = 1 << 22
+"""More than a launch with its environment can have."""
 AGENT_LOCK_FILE = "agent.lock"
 LEADER_TOKEN_FILE = "fence.json"
 REGISTERED_FILE = "registered.json"
@@ -168,9 +170,7 @@ class Journal:
         path = self.prepared_launch_path(record.job_id, record.epoch)
         files.make_private_directory(path.parent)
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(plan)
+            job_files.write_new_file(path, plan)
         except OSError as error:
             raise StoreFullError(
                 f"cannot write {path}: {error.strerror}", hint="check free space and permissions"
@@ -178,22 +178,30 @@ class Journal:
 
     def discard_prepared_launch(self, job_id: str, epoch: int) -> None:
         """Call when the job has ended without a start. Raises OSError."""
-        self.prepared_launch_path(job_id, epoch).unlink(missing_ok=True)
+        job_files.remove_any(self.prepared_launch_path(job_id, epoch))
 
     def take_prepared_launches(self, *, boot_id: str) -> list[tuple[JobRecord, bytes]]:
-        """Launches of this boot that were prepared but neither started nor ended. Removes all others."""
+        """Launches of this boot that were prepared but neither started nor ended. Removes all others.
+
+        Without a boot ID there are none: after a power failure, a deleted file may be back."""
         found, known_ids = [], self.list_job_ids()
         for path in sorted((self.node_dir / PREPARED_LAUNCHES_DIR).glob("*")):
             job_id, _, epoch = path.name.rpartition(".")
             record = self.read_job_record(job_id) if job_id in known_ids else None
             if (
                 record is not None
+                and boot_id
                 and (str(record.epoch), record.boot_id) == (epoch, boot_id)
                 and not self._has_exit_record(job_id)
             ):
-                found.append((record, path.read_bytes()))
+                try:
+                    body = job_files.read_small_file(path, bytes_max=PREPARED_LAUNCH_BYTES_MAX)
+                except OSError as error:
+                    _log.error("could not read the prepared launch of %s: %s", job_id, error)
+                    body = b""  # reported as unreadable
+                found.append((record, body))
             else:
-                job_files.try_unlink(path)
+                job_files.try_remove_any(path)
         return found
 
     def _has_exit_record(self, job_id: str) -> bool:

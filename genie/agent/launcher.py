@@ -32,10 +32,11 @@ from genie.agent.journal import (
     PREPARED_LAUNCHES_DIR,
     SHIM_SOCKETS_DIR,
     JobRecord,
+    Journal,
     parse_exit_record,
 )
-from genie.agent.leftovers import JOB_DIR_VARIABLE, AdoptedJob, JobProcesses, ShimConnection
-from genie.errors import NodeError, NodeUnfitError, StoreFullError
+from genie.agent.leftovers import JOB_DIR_VARIABLE, AdoptedJob, Greeting, JobProcesses, ShimConnection
+from genie.errors import NameInvalidError, NodeError, NodeUnfitError, StoreFullError
 from genie.model.messages import ExitReport
 from genie.processes import cgroups, files, process_table
 from genie.processes.process_identity import ProcessIdentity
@@ -48,6 +49,12 @@ SHIM_KILL_TIMEOUT_S = 1.0
 KILL_RETRY_INTERVAL_S = 1.0
 """Interval at which processes that could not be killed are killed again."""
 LAUNCHER_THREADS_MAX = 4
+SILENT_SHIM_TIMEOUT_S = 10.0
+"""After the adoption, until a job with a dead-man timer is killed whose shim does not respond, while no
+leader has acknowledged a heartbeat. Below the shortest dead-man time of the default settings."""
+SILENT_SHIM_GRACE_S = 5.0
+"""Grace period of a job whose shim, which knows it, does not respond."""
+SILENT_SHIM_REASON = "ended by Genie: its shim did not respond, and its dead-man timer has expired"
 _ADOPTED_SHIM_POLL_INTERVAL_S = 0.01
 _LOG_FILE_PATTERN = re.compile(r"[0-9]{1,20}\.log")
 
@@ -94,17 +101,18 @@ def try_decode_plan(body: bytes) -> LaunchPlan | None:
 class JobLauncher(Protocol):
     """Starts and ends jobs. A job with a dead-man timer ends by itself unless it is refreshed in time."""
 
-    def adopt_jobs_and_kill_leftovers(
+    async def adopt_jobs_and_kill_leftovers(
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
         """Takes over the jobs of an earlier agent that `may_adopt` accepts; kills all of its other processes
         and returns their number. `running_jobs_and_kill_errors` then lists adopted jobs, and jobs with
-        survivors. Blocks."""
+        survivors. `may_adopt` is called on a thread."""
         ...
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         """Starts a job. With a dead-man timer it may run until `deadman_expiry_s` (monotonic) unless
-        refreshed. Raises NodeUnfitError."""
+        refreshed. Raises NodeUnfitError. After a cancellation, the job may start nevertheless; it is then
+        left to the next agent, unless it is killed."""
         ...
 
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
@@ -147,8 +155,8 @@ class _RunningShim:
     has_deadman_timer: bool
     control_socket: socket.socket
     processes: JobProcesses
-    process: subprocess.Popen[bytes] | ProcessIdentity
-    """An adopted shim is not a child of this process."""
+    process: subprocess.Popen[bytes] | ProcessIdentity | None
+    """An adopted shim is not a child of this process; None until it has responded."""
     socket_path: Path | None = None
     received_bytes: bytes = b""
     kill_reason: str = ""
@@ -159,6 +167,32 @@ class _RunningShim:
     is_being_killed: bool = False
     unkillable_reason: str = ""
     """Which processes could not be killed; empty if none."""
+    adopted: AdoptedJob | None = None
+    """None for a job that this agent has started."""
+
+    @property
+    def is_responding(self) -> bool:
+        return self.adopted is None or self.adopted.is_responding
+
+    def apply_greeting(self, greeting: Greeting) -> None:
+        assert self.adopted is not None
+        self.has_deadman_timer = greeting.until_s is not None
+        self.grace_s = greeting.grace_s
+        if greeting.group:
+            self.processes.control_groups = {greeting.group: self.job_id}
+        self.processes.recorded_processes[greeting.shim_process] = self.job_id
+        self.process = greeting.shim_process
+        self.adopted.started_s = greeting.started_s
+        if greeting.end_reason:
+            self.adopted.kill_reason = self.kill_reason = greeting.end_reason
+            self.kill_sent_s, self.kill_grace_s = time.monotonic(), greeting.kill_in_s
+
+
+@dataclass
+class _StartInProgress:
+    is_killed: bool = False
+    """Whether the job must end as soon as its shim has started. Counts only for a cancelled start; otherwise
+    the caller of `start_job` kills the job."""
 
 
 @dataclass
@@ -183,6 +217,7 @@ class ShimLauncher:
         self._control_group = control_group
         self._adopts_orphans = adopts_orphans
         self._shims: dict[str, _RunningShim] = {}
+        self._starts_in_progress: dict[str, _StartInProgress] = {}
         self._ending_jobs: dict[str, _EndingJob] = {}
         self._untaken_exits: list[ExitReport] = []
         self._has_untaken_exits = asyncio.Event()
@@ -190,67 +225,88 @@ class ShimLauncher:
         self._start_thread_pool = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-starts")
         self._kill_thread_pool = ThreadPoolExecutor(LAUNCHER_THREADS_MAX, "genie-agent-ends")
         self._is_closed = False
+        self._deadman_expiry_s = float("-inf")
+        """Of the last extension; before the first one, that of adopted jobs is unknown."""
 
-    def adopt_jobs_and_kill_leftovers(
+    async def adopt_jobs_and_kill_leftovers(
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
-        adopted, rejected = [], {}
-        for connection in leftovers.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
-            record = connection.greeting.job
-            if record.job_id not in self._shims and may_adopt(record):
-                self._adopt_shim(connection, jobs_dir / record.job_id)
-                adopted.append(connection.greeting.as_adopted_job())
-            else:
-                _log.error(
-                    "ending job %s, epoch %d: this is not its last launch", record.job_id, record.epoch
-                )
-                rejected[connection.greeting.shim_process] = record.job_id
-                connection.control_socket.close()
-                connection.socket_path.unlink(missing_ok=True)
-        return adopted, self._kill_leftovers(jobs_dir, rejected)
-
-    def _adopt_shim(self, connection: ShimConnection, directory: Path) -> None:
-        greeting = connection.greeting
-        job_id, group = greeting.job.job_id, greeting.group
-        self._shims[job_id] = _RunningShim(
-            job_id,
-            greeting.job.epoch,
-            directory,
-            greeting.grace_s,
-            has_deadman_timer=greeting.until_s is not None,
-            control_socket=connection.control_socket,
-            processes=JobProcesses(
-                directory,
-                control_groups={group: job_id} if group else {},
-                recorded_processes={greeting.shim_process: job_id},
-            ),
-            process=greeting.shim_process,
-            socket_path=connection.socket_path,
-            received_bytes=connection.received_bytes,
-            kill_reason=greeting.end_reason,
-            kill_sent_s=time.monotonic(),
-            kill_grace_s=greeting.kill_in_s,
-        )
         loop = asyncio.get_running_loop()
-        loop.add_reader(connection.control_socket, self._on_control_socket_readable, job_id)
-
-    def _kill_leftovers(self, jobs_dir: Path, rejected_shims: leftovers.JobIdByProcess) -> int:
-        """Kills processes of an earlier agent whose jobs were not adopted; returns their number."""
-        record = jobs_dir.parent / leftovers.CONTROL_GROUPS_FILE
-        parents = leftovers.read_recorded_control_groups(record) | (
+        connect = partial(_connect_to_shims, jobs_dir, may_adopt)
+        accepted, rejected_shims = await loop.run_in_executor(self._start_thread_pool, connect)
+        parents = leftovers.read_recorded_control_groups(_control_groups_file(jobs_dir)) | (
             {self._control_group} if self._control_group else set()
         )
-        left = _find_leftovers(
-            jobs_dir,
-            parents,
-            adopted_groups={
-                group for each in self._shims.values() for group in each.processes.control_groups
-            },
-            adopted_job_ids=frozenset(self._shims),
+        for record, connection in accepted:
+            if record.job_id not in self._shims:
+                self._adopt_shim(record, connection, jobs_dir / record.job_id, parents)
+        adopted = [each.adopted for each in self._shims.values() if each.adopted is not None]
+        return adopted, await self._kill_leftovers(jobs_dir, parents, rejected_shims)
+
+    def _adopt_shim(
+        self, record: JobRecord, connection: ShimConnection, directory: Path, parent_groups: set[str]
+    ) -> None:
+        job_id = record.job_id
+        groups = [
+            path
+            for parent in parent_groups
+            for path in cgroups.children(parent)
+            if os.path.basename(path) == connection.socket_path.name  # noqa: PTH119
+        ]
+        adopted_shim = self._shims[job_id] = _RunningShim(
+            job_id,
+            record.epoch,
+            directory,
+            SILENT_SHIM_GRACE_S,
+            has_deadman_timer=record.has_deadman_timer,
+            control_socket=connection.control_socket,
+            processes=JobProcesses(directory, control_groups=dict.fromkeys(groups, job_id)),
+            process=None,
+            socket_path=connection.socket_path,
+            received_bytes=connection.received_bytes,
+            adopted=AdoptedJob(record=record, started_s=None),
         )
-        left.recorded_processes |= rejected_shims
+        loop = asyncio.get_running_loop()
+        if connection.greeting is not None:
+            adopted_shim.apply_greeting(connection.greeting)
+        else:
+            _log.warning("the shim of job %s does not respond; the state of the job is unknown", job_id)
+            if record.has_deadman_timer:
+                loop.call_later(SILENT_SHIM_TIMEOUT_S, self._enforce_timer_of_silent_shim, adopted_shim)
+        loop.add_reader(connection.control_socket, self._on_control_socket_readable, job_id)
+
+    def _enforce_timer_of_silent_shim(self, silent_shim: _RunningShim) -> None:
+        """Ends a job whose shim cannot: it has not responded by the time that its dead-man timer expired."""
+        if (
+            self._is_closed
+            or self._shims.get(silent_shim.job_id) is not silent_shim
+            or silent_shim.is_responding
+        ):
+            return
+        wait_s = self._deadman_expiry_s - time.monotonic()
+        if wait_s <= 0:
+            silent_shim.kill_reason = silent_shim.kill_reason or SILENT_SHIM_REASON
+            self._kill_shim_and_job(silent_shim)
+            wait_s = KILL_RETRY_INTERVAL_S
+        asyncio.get_running_loop().call_later(wait_s, self._enforce_timer_of_silent_shim, silent_shim)
+
+    async def _kill_leftovers(
+        self, jobs_dir: Path, parents: set[str], rejected_shims: leftovers.JobIdByProcess
+    ) -> int:
+        """Kills processes of an earlier agent whose jobs were not adopted; returns their number."""
+        adopted_groups = {group for each in self._shims.values() for group in each.processes.control_groups}
+        adopted_ids = frozenset(self._shims)
+
+        def find_and_kill() -> tuple[JobProcesses, int, leftovers.JobIdByProcess]:
+            left = _find_leftovers(
+                jobs_dir, parents, adopted_groups=adopted_groups, adopted_job_ids=adopted_ids
+            )
+            left.recorded_processes |= rejected_shims
+            return left, *left.kill_all_processes()
+
+        loop = asyncio.get_running_loop()
+        left, count, survivors = await loop.run_in_executor(self._kill_thread_pool, find_and_kill)
         groups = left.control_groups
-        count, survivors = left.kill_all_processes()
         for job_id in set(survivors.values()):
             rest = JobProcesses(
                 jobs_dir / job_id,
@@ -263,19 +319,22 @@ class ShimLauncher:
         for path in groups:
             cgroups.remove(path)
         used = {path for path in parents if path == self._control_group or cgroups.children(path)}
-        leftovers.record_control_groups(record, used)
+        leftovers.record_control_groups(_control_groups_file(jobs_dir), used)
         return count - len(survivors)
 
     async def start_job(self, plan: LaunchPlan, *, deadman_expiry_s: float) -> None:
         assert plan.job_id not in self.running_jobs_and_kill_errors(), f"{plan.job_id} is already running"
         loop = asyncio.get_running_loop()
+        start = _StartInProgress()
+        self._starts_in_progress[plan.job_id] = start
         starting = loop.run_in_executor(
             self._start_thread_pool, partial(self._start_shim, plan, deadman_expiry_s)
         )
+        starting.add_done_callback(lambda _: self._starts_in_progress.pop(plan.job_id, None))
         try:
             new = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_kill_shim_of_cancelled_start)
+            starting.add_done_callback(partial(_release_shim_of_cancelled_start, start))
             raise
         except (OSError, StoreFullError) as error:
             raise NodeUnfitError(f"cannot start the shim of {plan.job_id}: {error}") from error
@@ -283,6 +342,7 @@ class ShimLauncher:
         loop.add_reader(new.control_socket, self._on_control_socket_readable, plan.job_id)
 
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
+        self._deadman_expiry_s = max(self._deadman_expiry_s, deadman_expiry_s)
         line = b"r %.6f\n" % deadman_expiry_s
         for running_shim in self._shims.values():
             # A stopped shim that does not read misses this refresh; a later one supersedes it.
@@ -290,6 +350,8 @@ class ShimLauncher:
                 self._send_control_line(running_shim, line)
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
+        if start := self._starts_in_progress.get(job_id):
+            start.is_killed = True
         running_shim = self._shims.get(job_id)
         if running_shim is None:
             return
@@ -395,6 +457,8 @@ class ShimLauncher:
             running_shim.received_bytes = (running_shim.received_bytes + data)[
                 : job_files.SMALL_FILE_BYTES_MAX
             ]
+        if not running_shim.is_responding:
+            self._read_late_greeting(running_shim)
         if data is None:
             return
         asyncio.get_running_loop().remove_reader(running_shim.control_socket)
@@ -402,6 +466,21 @@ class ShimLauncher:
         del self._shims[job_id]
         ending = self._ending_jobs[job_id] = _EndingJob(running_shim.processes)
         self._end_job_on_thread(job_id, ending, partial(_read_exit_and_kill_survivors, running_shim, ending))
+
+    def _read_late_greeting(self, silent_shim: _RunningShim) -> None:
+        assert silent_shim.socket_path is not None
+        try:
+            found = leftovers.parse_greeting(
+                silent_shim.received_bytes, socket_name=silent_shim.socket_path.name
+            )
+        except ValueError as error:
+            silent_shim.kill_reason = f"ended by Genie: the agent cannot control its shim: {error}"
+            self._kill_shim_and_job(silent_shim)
+            return
+        if found is not None:
+            greeting, silent_shim.received_bytes = found
+            silent_shim.apply_greeting(greeting)
+            _log.info("the shim of job %s has responded", silent_shim.job_id)
 
     def _end_job_on_thread(self, job_id: str, ending: _EndingJob, end_job: Callable[[], str]) -> None:
         """Runs `end_job` on a thread; it returns why the job has not ended, empty if it has."""
@@ -449,6 +528,46 @@ class ShimLauncher:
         running_shim.is_being_killed = True
         work = partial(_kill_shim_and_describe_survivors, running_shim)
         asyncio.get_running_loop().run_in_executor(self._kill_thread_pool, work).add_done_callback(on_done)
+
+
+def _connect_to_shims(
+    jobs_dir: Path, may_adopt: Callable[[JobRecord], bool]
+) -> tuple[list[tuple[JobRecord, ShimConnection]], leftovers.JobIdByProcess]:
+    """Returns the shims whose jobs are adopted, and the processes of those that are killed. Blocks."""
+    accepted: list[tuple[JobRecord, ShimConnection]] = []
+    rejected: leftovers.JobIdByProcess = {}
+    for connection in leftovers.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
+        greeting = connection.greeting
+        record = _read_record_of_silent_shim(jobs_dir, connection) if greeting is None else greeting.job
+        if record is not None and may_adopt(record):
+            accepted.append((record, connection))
+            continue
+        _log.error(
+            "ending job %s, epoch %s: %s",
+            *connection.job_id_and_epoch,
+            "this is not its last launch"
+            if record is not None
+            else "its shim does not respond, and this node has no record of this launch",
+        )
+        if greeting is not None:
+            rejected[greeting.shim_process] = greeting.job.job_id
+        connection.control_socket.close()
+        job_files.try_remove_any(connection.socket_path)
+    return accepted, rejected
+
+
+def _read_record_of_silent_shim(jobs_dir: Path, connection: ShimConnection) -> JobRecord | None:
+    """The record of its job from the journal; None if there is none of this launch."""
+    job_id, epoch = connection.job_id_and_epoch
+    try:
+        record = Journal(jobs_dir.parent).read_job_record(job_id)
+    except NameInvalidError:
+        return None
+    return record if record is not None and (record.job_id, str(record.epoch)) == (job_id, epoch) else None
+
+
+def _control_groups_file(jobs_dir: Path) -> Path:
+    return jobs_dir.parent / leftovers.CONTROL_GROUPS_FILE
 
 
 def kill_jobs_of_stopped_agents(agents_dir: Path, *, excluded_node_id: str = "") -> int:
@@ -519,7 +638,7 @@ def _read_exit_and_kill_survivors(ended_shim: _RunningShim, ending: _EndingJob) 
     """Reads the exit record, and kills what the shim has left. Returns why the job has not ended."""
     _wait_for_or_abandon_process(ended_shim.process, timeout_s=SHIM_KILL_TIMEOUT_S)
     if ended_shim.socket_path is not None:
-        ended_shim.socket_path.unlink(missing_ok=True)
+        job_files.try_remove_any(ended_shim.socket_path)
     try:
         ending.exit_report = parse_exit_record(
             ended_shim.received_bytes, job_id=ended_shim.job_id, epoch=ended_shim.epoch
@@ -573,19 +692,25 @@ def _read_exit_report(ended_shim: _RunningShim) -> ExitReport:
     )
 
 
-def _kill_shim_of_cancelled_start(starting: asyncio.Future[_RunningShim]) -> None:
-    """Ends a job that started while its launch was cancelled: its shim has no other agent to refresh it."""
-    if not starting.cancelled() and starting.exception() is None:
-        new = starting.result()
-        new.control_socket.close()
+def _release_shim_of_cancelled_start(start: _StartInProgress, starting: asyncio.Future[_RunningShim]) -> None:
+    """Leaves a job that started while the agent ended to the next agent, which adopts it. Ends it if it was
+    killed, or cannot be adopted."""
+    if starting.cancelled() or starting.exception() is not None:
+        return
+    new = starting.result()
+    new.control_socket.close()
+    is_killed = start.is_killed or new.socket_path is None
+    if is_killed:
         assert isinstance(new.process, subprocess.Popen)
         new.process.kill()
-        _wait_for_or_abandon_process(new.process, timeout_s=0.1)
+    _wait_for_or_abandon_process(new.process, timeout_s=0.1 if is_killed else 0.0)
 
 
 def _wait_for_or_abandon_process(
-    process: subprocess.Popen[bytes] | ProcessIdentity, *, timeout_s: float
+    process: subprocess.Popen[bytes] | ProcessIdentity | None, *, timeout_s: float
 ) -> None:
+    if process is None:
+        return
     if isinstance(process, ProcessIdentity):
         deadline_s = time.monotonic() + timeout_s
         while process.is_alive and time.monotonic() < deadline_s:
@@ -649,12 +774,12 @@ def _spawn_shim(
         "job": None if plan.record is None else msgspec.to_builtins(plan.record),
         "group": group,
     }
-    path = plan.directory / "shim.json"
+    path = plan.directory / shim.CONFIG_FILE
     files.write_private(path, json.dumps(config).encode())
     log_fd = os.open(plan.directory / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(log_fd, "wb") as log, process_table.children_in_own_sessions_lock:
         if plan.prepared_path is not None:
-            plan.prepared_path.unlink(missing_ok=True)
+            job_files.remove_any(plan.prepared_path)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", shim.__file__, str(path)],
             stdin=subprocess.DEVNULL,

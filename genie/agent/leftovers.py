@@ -12,12 +12,14 @@ normal end of a job is shim.py's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,11 +41,10 @@ JOB_DIR_VARIABLE = "GENIE_JOB_DIR"
 CONTROL_GROUP_PREFIX = "genie-"
 CONTROL_GROUPS_FILE = "cgroups"
 LEFTOVERS_KILL_TIMEOUT_S = 2.0
-KEEP_JOBS_SIGNAL = signal.SIGUSR1
-"""An agent that receives it ends, and its jobs go on; a supervisor passes it on."""
-GREETING_TIMEOUT_S = 10.0
-"""For the greetings of all shims; one that is stopped, or that hangs, is killed with its job."""
-_SHIM_BACKLOG = 8
+GREETING_TIMEOUT_S = 1.0
+"""For the greetings of all shims, before the registration of the node. A shim that is stopped, or that waits
+for a disk, is adopted when it responds."""
+_SHIM_BACKLOG = 128
 SURVIVORS_SHOWN_MAX = 5
 _KILL_RECHECK_INTERVAL_S_MIN = 0.02
 _KILL_RECHECK_INTERVAL_S_MAX = 0.2
@@ -222,15 +223,19 @@ def _find_processes_by_job_dir_variable(directory: Path) -> JobIdByProcess:
 # --- shims -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AdoptedJob:
-    """A running job of an earlier agent."""
+    """A running job of an earlier agent. The launcher updates it when a shim responds that did not before."""
 
     record: JobRecord
-    started_s: float
-    """By the monotonic clock of this machine."""
-    kill_reason: str
+    started_s: float | None
+    """By the monotonic clock of this machine; None while the shim does not respond."""
+    kill_reason: str = ""
     """Why it is being ended; empty if it is not."""
+
+    @property
+    def is_responding(self) -> bool:
+        return self.started_s is not None
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,9 +254,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     def shim_process(self) -> ProcessIdentity:
         return ProcessIdentity(*self.shim)
 
-    def as_adopted_job(self) -> AdoptedJob:
-        return AdoptedJob(record=self.job, started_s=self.started_s, kill_reason=self.end_reason)
-
 
 class _Versions(msgspec.Struct, frozen=True, kw_only=True):
     version: int
@@ -260,19 +262,25 @@ class _Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ShimConnection:
-    """The control connection to a shim of an earlier agent, which has sent its greeting."""
+    """The control connection to a shim of an earlier agent."""
 
     control_socket: socket.socket
-    greeting: Greeting
     socket_path: Path
-    received_bytes: bytes = b""
-    """What the shim has sent after its greeting."""
+    greeting: Greeting | None
+    """None if the shim has not responded yet."""
+    received_bytes: bytes
+    """What the shim has sent after its greeting, or a part of the greeting."""
+
+    @property
+    def job_id_and_epoch(self) -> tuple[str, str]:
+        job_id, _, epoch = self.socket_path.name.rpartition(".")
+        return job_id, epoch
 
 
 def listen_for_next_agent(path: Path) -> socket.socket:
     """Returns the listening socket for a new shim. Raises OSError."""
     files.make_private_directory(path.parent)
-    path.unlink(missing_ok=True)
+    job_files.remove_any(path)
     listening_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _short_address(path) as address:
@@ -285,7 +293,8 @@ def listen_for_next_agent(path: Path) -> socket.socket:
 
 
 def connect_to_shims(sockets_dir: Path, *, timeout_s: float = GREETING_TIMEOUT_S) -> list[ShimConnection]:
-    """Connects to all shims that run, and reads their greetings. Removes other sockets. Blocks."""
+    """Connects to all shims that run, and reads the greetings of those that respond within the timeout.
+    Removes sockets without a shim, and of shims that cannot be adopted. Blocks."""
     connected = [
         _GreetingReader(control_socket, path)
         for path in sorted(sockets_dir.glob("*"))
@@ -300,6 +309,23 @@ def connect_to_shims(sockets_dir: Path, *, timeout_s: float = GREETING_TIMEOUT_S
         poll.poll(remaining_s * 1000 + 1)
         waiting = [reader for reader in waiting if not reader.try_read()]
     return [found for reader in connected if (found := reader.finish()) is not None]
+
+
+def parse_greeting(received_bytes: bytes, *, socket_name: str) -> tuple[Greeting, bytes] | None:
+    """Returns the greeting and what follows it; None if it is incomplete. Raises ValueError if this agent
+    cannot control the shim."""
+    line, newline, rest = received_bytes.partition(b"\n")
+    if not newline:
+        return None
+    try:
+        _check_versions(line)
+        greeting = msgspec.json.decode(line, type=Greeting)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    found = f"{greeting.job.job_id}.{greeting.job.epoch}"
+    if found != socket_name:
+        raise ValueError(f"it says that it runs {found}")
+    return greeting, rest
 
 
 class _GreetingReader:
@@ -322,20 +348,17 @@ class _GreetingReader:
         return self._has_ended or b"\n" in self._received_bytes
 
     def finish(self) -> ShimConnection | None:
-        """Closes the connection unless it can be used, and says why not."""
-        line, newline, rest = self._received_bytes.partition(b"\n")
+        """Closes the connection if the shim has ended or cannot be adopted, and says why not."""
         try:
-            if newline:
-                _check_versions(line)
-                greeting = msgspec.json.decode(line, type=Greeting)
-                return ShimConnection(self.control_socket, greeting, self._path, rest)
-            reason = "" if self._has_ended else "it does not respond"
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            reason = str(error)
+            found = parse_greeting(self._received_bytes, socket_name=self._path.name)
+            if found is not None:
+                return ShimConnection(self.control_socket, self._path, *found)
+            if not self._has_ended:
+                return ShimConnection(self.control_socket, self._path, None, self._received_bytes)
+        except ValueError as error:
+            _log.error("could not adopt the job of the shim at %s: %s", self._path.name, error)
         self.control_socket.close()
-        if reason:
-            _log.error("could not adopt the job of the shim at %s: %s", self._path.name, reason)
-        self._path.unlink(missing_ok=True)
+        job_files.try_remove_any(self._path)
         return None
 
 
@@ -344,20 +367,29 @@ def _check_versions(line: bytes) -> None:
     found = msgspec.json.decode(line, type=_Versions)
     if found.version < shim.CONTROL_VERSION_OLDEST or found.oldest_version > shim.CONTROL_VERSION:
         raise ValueError(
-            f"it speaks versions {found.oldest_version} to {found.version} of the control connection, "
-            f"this agent {shim.CONTROL_VERSION_OLDEST} to {shim.CONTROL_VERSION}"
+            f"it supports {_describe_versions(found.oldest_version, found.version)} of the control "
+            f"connection, this agent {_describe_versions(shim.CONTROL_VERSION_OLDEST, shim.CONTROL_VERSION)}"
         )
+
+
+def _describe_versions(oldest_version: int, version: int) -> str:
+    return f"version {version}" if oldest_version == version else f"versions {oldest_version} to {version}"
 
 
 def _try_connect(path: Path) -> socket.socket | None:
     control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         control_socket.setblocking(False)
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(path))
         with _short_address(path) as address:
             control_socket.connect(address)
-    except OSError:  # nothing listens: the shim has ended, or was never started
+    except OSError as error:
+        # Usually nothing listens: the shim has ended, or was never started.
+        if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
+            _log.error("could not connect to the shim at %s: %s; ending its job", path, error.strerror)
         control_socket.close()
-        path.unlink(missing_ok=True)
+        job_files.try_remove_any(path)
         return None
     return control_socket
 

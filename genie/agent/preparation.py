@@ -185,7 +185,7 @@ def read_executor_status(directory: Path) -> str:
 def remove_executor_secrets(directory: Path) -> None:
     """Removes the key and configuration of an ended executor. Blocks."""
     for name in (_EXECUTOR_KEY_FILE, _EXECUTOR_CONFIG_FILE):
-        job_files.try_unlink(directory / name)
+        job_files.try_remove_any(directory / name)
 
 
 def _visible_device_variables(launch: Launch, infos: Sequence[GPUInfo]) -> dict[str, str]:

@@ -10,7 +10,8 @@ job is in a control group, if the agent has created one; the shim is not.
 On the control connection the agent sends lines: `r UNTIL` (may run until UNTIL, monotonic clock) and
 `k ["REASON", GRACE_S]` (end it). The shim replies with one line, the exit record, and closes the connection.
 The first connection is inherited. The next agent of the node connects to the listening socket (leftovers.py);
-the shim then sends a greeting, and uses that connection instead of the earlier one.
+the shim then sends a greeting, and uses that connection instead of the earlier one. It rejects processes of
+jobs of this node.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -40,6 +42,9 @@ CONTROL_VERSION = 1
 """Version of the control connection: of its greeting, lines and exit record."""
 CONTROL_VERSION_OLDEST = 1
 """The oldest version that this release understands; its shims and agents use the highest common one."""
+DEADMAN_EXTENSION_S_MAX = 600.0
+"""The dead-man timer is never set to more than this from now: the maximum of `controller.node_ttl_s`."""
+CONFIG_FILE = "shim.json"
 OUTPUT_READ_BYTES = 65536
 CONTROL_LINE_BYTES_MAX = 65536
 EXIT_RECORD_RESERVED_BYTES = 4096
@@ -48,6 +53,8 @@ DESCENDANTS_KILL_TIMEOUT_S = 10.0
 OUTPUT_DRAIN_TIMEOUT_S = 1.0
 PROGRAM_CHARS_SHOWN = 100
 SURVIVORS_RECORDED_MAX = 20
+_PEER_CREDENTIALS = struct.Struct("iII")
+"""Process, user and group, of SO_PEERCRED."""
 SHELL_SYNTAX_CHARACTERS = frozenset(" \t\n|&;<>()$`*?\"'")
 
 
@@ -246,6 +253,8 @@ class Shim:
     def _enforce_deadlines(self) -> None:
         if self._job_wait_status is not None:
             return
+        if self._deadman_remaining_s() <= 0:
+            self._read_pending_extensions()
         if self._deadman_remaining_s() <= 0:  # also while ending: the grace period may be shorter now
             why = (
                 "the agent has ended" if self._control_fd < 0 else "the node lost contact with the controller"
@@ -253,6 +262,12 @@ class Shim:
             self._begin_termination(f"ended by Genie: {why}", grace_s=self._config["deadman_grace_s"])
         if self._end_reason and time.monotonic() >= self._kill_deadline_s:
             self._kill_descendants()
+
+    def _read_pending_extensions(self) -> None:
+        """Reads what arrived while this process was stopped or waited for a disk."""
+        self._accept_connections()
+        if self._control_fd >= 0:
+            self._read_control_lines()
 
     def _begin_termination(self, reason: str, *, grace_s: float) -> None:
         kill_at = time.monotonic() + grace_s
@@ -301,6 +316,9 @@ class Shim:
                 connection, _ = self._listening_socket.accept()
             except OSError:  # no further connection
                 return
+            if not self._may_control(connection):
+                connection.close()
+                continue
             connection.setblocking(False)
             if self._control_fd >= 0:
                 self._read_control_lines()  # what the earlier agent sent before it ended
@@ -311,6 +329,34 @@ class Shim:
                 os.write(self._control_fd, json.dumps(self._greeting()).encode() + b"\n")
             except OSError:
                 pass  # closed again; the next read says so
+
+    def _may_control(self, connection: socket.socket) -> bool:
+        """Whether the peer can be an agent of this node: jobs of the node run as the same user."""
+        if not hasattr(socket, "SO_PEERCRED"):
+            return True
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        )
+        if uid not in (0, os.geteuid()) or pid in self._pids_in_control_groups_of_jobs():
+            return False
+        chain = process_table.pids_of_process_and_ancestors(pid)
+        return bool(chain) and os.getpid() not in chain and not any(map(self._is_shim_of_node, chain))
+
+    def _pids_in_control_groups_of_jobs(self) -> set[int]:
+        if not self._control_group:
+            return set()
+        groups = cgroups.children(os.path.dirname(self._control_group))  # noqa: PTH120
+        return {pid for group in groups for pid in cgroups.processes(group)}
+
+    def _is_shim_of_node(self, pid: int) -> bool:
+        """Whether this process is the shim of a job of this node. A shim is the parent of all orphans of its
+        job, and its arguments end with the path of its configuration, JOBS_DIR/JOB_ID/shim.json."""
+        directory = os.path.dirname(os.path.dirname(self._config["exit_path"]))  # noqa: PTH120
+        argument = process_table.last_argument(pid)
+        return (
+            os.path.basename(argument) == CONFIG_FILE  # noqa: PTH119
+            and os.path.dirname(os.path.dirname(argument)) == directory  # noqa: PTH120
+        )
 
     def _greeting(self) -> dict[str, Any]:  # Any: JSON
         remaining_s = self._deadman_remaining_s()
@@ -331,7 +377,9 @@ class Shim:
         order, _, rest = line.partition(b" ")
         try:
             if order == b"r":
-                self._deadman_expiry_s = max(self._deadman_expiry_s, _monotonic_to_boot_s(float(rest)))
+                until_s = float(rest)
+                if until_s - time.monotonic() <= DEADMAN_EXTENSION_S_MAX:
+                    self._deadman_expiry_s = max(self._deadman_expiry_s, _monotonic_to_boot_s(until_s))
             elif order == b"k":
                 why, grace_s = json.loads(rest)
                 self._begin_termination(str(why), grace_s=float(grace_s))

@@ -119,7 +119,7 @@ def _wait_until_ready(
 def _end_process(process: subprocess.Popen[bytes]) -> None:
     """End the supervisor, which stops all that it has started, but ends no job. A further Ctrl-C does not
     interrupt this."""
-    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+    from genie.agent import KEEP_JOBS_SIGNAL
 
     process.send_signal(KEEP_JOBS_SIGNAL)
     while process.poll() is None:

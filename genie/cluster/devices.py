@@ -10,12 +10,14 @@ import asyncio
 import functools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from genie.config import ControllerConfig
 from genie.device import ExecutorAddress, RemoteDevice, attach, detach, extend
 from genie.device.registry import DEVICES_MAX, device_slot
 from genie.errors import DeviceUnavailableError, GenieError, JobNotFoundError, TransportError
@@ -32,6 +34,9 @@ _DEVICE_POLL_PAUSE_S = 0.02
 _CALL_TIMEOUT_S = 10.0
 _CANCEL_SESSION_JOB_TIMEOUT_S = 2.0
 _EXECUTOR_CONNECT_TIMEOUT_S = 5.0
+UNREACHABLE_EXECUTOR_TIMEOUT_S = ControllerConfig.node_ttl_s + ControllerConfig.node_reclaim_grace_s
+"""How long an executor on a disconnected node must be unreachable before its session job is cancelled. Longer
+than the time by which a new leader declares nodes lost earlier than it reclaims their accelerators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,8 @@ class DeviceBroker(TransportCoordinator):
         """By index, of requests without a reply: a retry with the same ID returns the same executor."""
         self._session_job_id_by_device_index: dict[int, str] = {}
         """By index: the session job of the last opened executor."""
+        self._unreachable_since_s_by_device_index: dict[int, float] = {}
+        """By index, of executors on disconnected nodes; monotonic times."""
         self._submit_to_loop = submit
         if len(refs) > DEVICES_MAX:
             _log.warning(
@@ -113,24 +120,35 @@ class DeviceBroker(TransportCoordinator):
 
     async def mark_lost_executors(self, nodes: Mapping[str, NodeInfo]) -> None:
         """Marks executors on disconnected nodes as lost once the cluster has ended their session jobs, or if
-        they cannot be reached: the cluster does not end jobs on a node that is only isolated."""
+        they cannot be reached for UNREACHABLE_EXECUTOR_TIMEOUT_S: the cluster does not end jobs on a node
+        that is only isolated, and the session continues when the node returns."""
         for index, job_id in list(self._session_job_id_by_device_index.items()):
             node = nodes.get(self.accelerator_refs[index].node_id)
             if node is not None and node.status is not NodeStatus.DISCONNECTED:
+                self._unreachable_since_s_by_device_index.pop(index, None)
                 continue
             try:
                 request = WaitDevice(job_id=job_id, wait_s=0.0)
                 reply = await self._connection.call(request, timeout_s=_CALL_TIMEOUT_S)
                 reason = reply.job.reason if reply.job.state.is_final else ""
-                if not reason and not await _can_reach_executor(reply.endpoint):
+                if not reason and await self._is_unreachable_for_long(index, reply.endpoint):
                     reason = "its node does not respond, and the executor cannot be reached"
                     await self._cancel_session_job(reply.job)
             except JobNotFoundError:
                 reason = "the controller no longer has its session"
             if reason:
                 del self._session_job_id_by_device_index[index]
+                self._unreachable_since_s_by_device_index.pop(index, None)
                 _log.warning("lost the executor on %s: %s", self.accelerator_refs[index], reason)
                 await asyncio.to_thread(device_slot(index).disconnect_lost_executor, reason)
+
+    async def _is_unreachable_for_long(self, index: int, endpoint: Endpoint | None) -> bool:
+        if await _can_reach_executor(endpoint):
+            self._unreachable_since_s_by_device_index.pop(index, None)
+            return False
+        now_s = time.monotonic()
+        since_s = self._unreachable_since_s_by_device_index.setdefault(index, now_s)
+        return now_s - since_s >= UNREACHABLE_EXECUTOR_TIMEOUT_S
 
     def remote_devices(self) -> list[RemoteDevice]:
         return self._make_remote_devices(self.accelerator_refs, start=0)
@@ -175,6 +193,7 @@ class DeviceBroker(TransportCoordinator):
             await self._cancel_session_job(job)
             raise
         self.opened_executor_count += 1
+        self._unreachable_since_s_by_device_index.pop(index, None)
         self._session_job_id_by_device_index[index] = reply.job.job_id
         client_tls = self._connection.access.tls
         return ExecutorAddress(

@@ -49,6 +49,27 @@ def descendant_start_marks(pid: int) -> dict[int, str]:
     return {child: start_mark(child) for child in found}
 
 
+def pids_of_process_and_ancestors(pid: int) -> list[int]:
+    """This process, its parent, and so on, without process 1; empty if it has ended, or where there is no
+    /proc. Ends before the first one that is hidden (the mount option hidepid hides those of other users)."""
+    found, parent = [], pid
+    while parent > 1 and (fields := _read_stat_fields(parent)):
+        found.append(parent)
+        parent = int(fields[1])
+        if not _read_stat_fields(parent) and _read_parent(found[-1]) not in (parent, 0):
+            parent = _read_parent(found[-1])  # the parent has ended meanwhile
+    return found
+
+
+def last_argument(pid: int) -> str:
+    """The last argument with which this process was started; empty if that is unknown."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 - fast start
+            return os.fsdecode(file.read().rstrip(b"\0").rpartition(b"\0")[2])
+    except OSError:
+        return ""
+
+
 def running_descendants(pid: int) -> list[int]:
     """The IDs of all descendants of this process that are no zombies. Empty where there is no /proc."""
     return sorted(child for child in descendant_start_marks(pid) if is_running(child))
@@ -168,6 +189,12 @@ def _read_stat_fields(pid: int) -> list[bytes]:
     return _read_stat_file(f"/proc/{pid}/stat")
 
 
+def _read_parent(pid: int) -> int:
+    """Returns 0 if the process has ended."""
+    fields = _read_stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
 def _read_stat_file(path: str) -> list[bytes]:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - fast start
@@ -180,11 +207,11 @@ _boot_id_cache: list[str] = []
 
 
 def boot_id() -> str:
-    """Identifies the current boot of this machine."""
+    """Identifies the current boot of this machine; empty if that is unknown."""
     if not _boot_id_cache:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
                 _boot_id_cache.append(file.read().strip())
         except OSError:
-            _boot_id_cache.append("boot")
+            _boot_id_cache.append("")
     return _boot_id_cache[0]

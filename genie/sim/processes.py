@@ -228,7 +228,7 @@ class SimLauncher:
         machines.exit_callbacks.append(self._on_process_exit)
         self.is_agent_dead = False
 
-    def adopt_jobs_and_kill_leftovers(
+    async def adopt_jobs_and_kill_leftovers(
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
         live = self._machines.live_processes(self._host)

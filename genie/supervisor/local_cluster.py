@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from genie.agent import KEEP_JOBS_SIGNAL
 from genie.agent.identity import AGENTS_DIR
 from genie.agent.journal import REGISTERED_FILE
 from genie.agent.launcher import kill_jobs_of_stopped_agents
-from genie.agent.leftovers import KEEP_JOBS_SIGNAL
 from genie.config import ClusterConfig, Settings
 from genie.controller.etcd.local_member import LocalMember, etcd_data_directory
 from genie.controller.nodes.admission import check_bind_address

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from genie.agent import leftovers
 from genie.errors import LaunchError, NodeRemovedError, StoreUnavailableError
 from genie.model.messages.handshake import Hello
 from tests.agent.conftest import STAY, WRITE_PID, RunAgent, wait_for_job_process
@@ -20,6 +22,22 @@ async def test_network_partition_ends_the_job_in_time(
     async with run_agent():
         await controller.launch("j1", *STAY)
         job = await wait_for_job_process(node_dir, "j1")
+        controller.silent = True
+        await until(lambda: not job.is_alive, what="the job ends")
+        controller.silent = False
+        assert "lost contact" in (await controller.end_of("j1")).reason
+
+
+async def test_network_partition_ends_a_job_with_a_stopped_shim_whatever_its_grace_period(
+    controller: FakeController, run_agent: RunAgent, node_dir: Path
+) -> None:
+    """The leader reclaims its accelerators after a fixed time."""
+    controller.ttl_s = 4.0
+    async with run_agent(stop_grace_s=600.0):
+        await controller.launch("j1", *STAY)
+        job = await wait_for_job_process(node_dir, "j1")
+        shim_process, _ = leftovers.read_start_record(node_dir / "jobs" / "j1" / "started.json")
+        assert shim_process.send_signal(signal.SIGSTOP)
         controller.silent = True
         await until(lambda: not job.is_alive, what="the job ends")
         controller.silent = False

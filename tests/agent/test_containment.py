@@ -154,14 +154,16 @@ async def test_new_agent_kills_a_process_that_escaped_from_an_earlier_one(
 ) -> None:
     plan = make_plan(sys.executable, "-c", ESCAPE)
     earlier = ShimLauncher(cgroup_path)
-    earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    await earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
     await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _wait_for_escaped_process(plan)
     _abandon_shim(earlier)
     (plan.work_dir / "go").touch()
     await until(lambda: list(cgroups.processes(cgroup_path)) == [stray.pid], what="only the stray is left")
     elsewhere = ShimLauncher(None)
-    _, count = elsewhere.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    _, count = await elsewhere.adopt_jobs_and_kill_leftovers(
+        tmp_path / "jobs", may_adopt=lambda record: False
+    )
     assert count >= 1, "the group of the earlier agent is recorded"
     assert not stray.is_alive
     assert elsewhere.running_jobs_and_kill_errors() == {}
@@ -175,12 +177,14 @@ async def test_agent_of_another_control_group_adopts_a_job_with_its_group(
     record = JobRecord(job_id="job-1", epoch=7, incarnation=1, accepted_at=1.0)
     plan = make_plan(sys.executable, "-c", ESCAPE, record=record, socket_path=tmp_path / "shims" / "job-1.7")
     earlier = ShimLauncher(cgroup_path)
-    earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
+    await earlier.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: False)
     await earlier.start_job(plan, deadman_expiry_s=time.monotonic() + 60)
     stray = await _wait_for_escaped_process(plan)
     _abandon_shim(earlier)
     elsewhere = ShimLauncher(None)
-    adopted, count = elsewhere.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: True)
+    adopted, count = await elsewhere.adopt_jobs_and_kill_leftovers(
+        tmp_path / "jobs", may_adopt=lambda record: True
+    )
     assert (len(adopted), count, stray.is_alive) == (1, 0, True)
     (plan.work_dir / "go").touch()
     await _wait_for_exit(elsewhere)

@@ -133,7 +133,9 @@ def test_new_agent_kills_processes_that_a_shim_could_not_kill(tmp_path: Path) ->
     async def end_leftovers() -> int:
         shims = ShimLauncher()
         try:
-            _, count = shims.adopt_jobs_and_kill_leftovers(tmp_path / "jobs", may_adopt=lambda record: True)
+            _, count = await shims.adopt_jobs_and_kill_leftovers(
+                tmp_path / "jobs", may_adopt=lambda record: True
+            )
             return count
         finally:
             shims.close()

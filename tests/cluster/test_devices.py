@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import genie
+from genie.cluster import devices as devices_module
 from genie.cluster.devices import DeviceBroker, list_accelerators
 from genie.cluster.init import shutdown_blocking
 from genie.device import registry
@@ -138,6 +139,7 @@ def test_executor_on_a_disconnected_node_is_lost_if_it_cannot_be_reached(
 ) -> None:
     lost: list[str] = []
     monkeypatch.setattr(registry.DeviceSlot, "disconnect_lost_executor", lambda slot, why: lost.append(why))
+    monkeypatch.setattr(devices_module, "UNREACHABLE_EXECUTOR_TIMEOUT_S", 0.2)
     genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
     get_broker().open_executor_blocking(0)
     with socket.create_server((HOST, 0)) as executor:
@@ -147,6 +149,26 @@ def test_executor_on_a_disconnected_node_is_lost_if_it_cannot_be_reached(
     wait_until(lambda: lost)
     assert lost == ["its node does not respond, and the executor cannot be reached"]
     assert controller.count(CancelJob) == 1
+
+
+def test_executor_on_a_node_that_is_isolated_for_a_short_time_is_not_lost(
+    controller: SmallController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new leader declares a node lost before it would reclaim its accelerators."""
+    assert devices_module.UNREACHABLE_EXECUTOR_TIMEOUT_S >= 22.5
+    lost: list[str] = []
+    monkeypatch.setattr(registry.DeviceSlot, "disconnect_lost_executor", lambda slot, why: lost.append(why))
+    genie.connect(heartbeat_interval=0.05, **QUIET_SETTINGS)
+    get_broker().open_executor_blocking(0)
+    with socket.create_server((HOST, 0)) as executor:
+        _set_executor_port(controller, executor.getsockname()[1])
+    node = get_broker().accelerator_refs[0].node_id
+    controller.nodes = (make_node(node, make_gpu(0), status=NodeStatus.DISCONNECTED),)
+    wait_until(lambda: controller.count(WaitDevice) >= 5)
+    controller.nodes = (make_node(node, make_gpu(0)),)
+    beats = controller.count(SessionHeartbeat)
+    wait_until(lambda: controller.count(SessionHeartbeat) > beats + 2)
+    assert (lost, controller.count(CancelJob)) == ([], 0)
 
 
 def _set_executor_port(controller: SmallController, port: int) -> None:

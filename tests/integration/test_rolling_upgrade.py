@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from genie import config
-from genie.agent import joining
-from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+from genie.agent import KEEP_JOBS_SIGNAL, joining
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings
 from genie.errors import GenieError

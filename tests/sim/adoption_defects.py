@@ -35,10 +35,10 @@ def _plant_jobs_kept_without_adoption(patch: pytest.MonkeyPatch) -> None:
     """An agent reports jobs as running whose processes it has not adopted."""
     real = SimLauncher.adopt_jobs_and_kill_leftovers
 
-    def adopt(
+    async def adopt(
         self: SimLauncher, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
-        adopted, count = real(self, jobs_dir, may_adopt=may_adopt)
+        adopted, count = await real(self, jobs_dir, may_adopt=may_adopt)
         journal = Journal(jobs_dir.parent)
         found = {job.record.job_id for job in adopted} | journal.unsettled_exits().keys()
         records = [
@@ -60,8 +60,8 @@ def _plant_dead_man_timers_extended_by_a_restart(patch: pytest.MonkeyPatch) -> N
     """A restarted agent extends the dead-man timers before a leader has acknowledged its heartbeat."""
     real = NodeJobs.adopt_jobs_and_kill_leftovers
 
-    def adopt(self: NodeJobs) -> int:
-        count = real(self)
+    async def adopt(self: NodeJobs) -> int:
+        count = await real(self)
         self._launcher.extend_deadman_timers(self._clock.monotonic_s() + 60.0)
         return count
 
@@ -87,7 +87,7 @@ ADOPTION_DEFECTS = {
         _plant_dead_man_timers_extended_by_a_restart,
         "outage",
         ("isolate_node", "restart_repeatedly"),
-        (5, 14),
+        (8, 31, 33),
         "of another epoch",
     ),
     "launches that a restart forgets": Defect(

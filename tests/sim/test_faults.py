@@ -144,7 +144,7 @@ def test_simulation_detects_an_agent_that_leaves_orphans(
 ) -> None:
     """It neither adopts nor kills them."""
 
-    def leave(self: SimLauncher, jobs_dir: Path, *, may_adopt: object) -> tuple[list[AdoptedJob], int]:
+    async def leave(self: SimLauncher, jobs_dir: Path, *, may_adopt: object) -> tuple[list[AdoptedJob], int]:
         return [], 0
 
     monkeypatch.setattr(SimLauncher, "adopt_jobs_and_kill_leftovers", leave)

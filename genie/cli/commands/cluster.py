@@ -367,7 +367,7 @@ async def _supervise_until_signal_or_exit(
     supervision: AbstractAsyncContextManager[Supervisor], settings: Settings
 ) -> int:
     """Start the processes and wait for Ctrl-C, SIGTERM or their exit. Return the exit code."""
-    from genie.agent.leftovers import KEEP_JOBS_SIGNAL
+    from genie.agent import KEEP_JOBS_SIGNAL
 
     ready = False
     with _cancel_current_task_on_signal(signal.SIGINT, signal.SIGTERM, KEEP_JOBS_SIGNAL) as received:
