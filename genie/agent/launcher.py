@@ -178,8 +178,6 @@ class _RunningShim:
         assert self.adopted is not None
         self.has_deadman_timer = greeting.until_s is not None
         self.grace_s = greeting.grace_s
-        if greeting.group:
-            self.processes.control_groups = {greeting.group: self.job_id}
         self.processes.recorded_processes[greeting.shim_process] = self.job_id
         self.process = greeting.shim_process
         self.adopted.started_s = greeting.started_s

@@ -243,7 +243,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobRecord
     shim: tuple[int, str]
-    group: str
     grace_s: float
     started_s: float
     until_s: float | None

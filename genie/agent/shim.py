@@ -365,7 +365,6 @@ class Shim:
             "oldest_version": CONTROL_VERSION_OLDEST,
             "job": self._config.get("job"),
             "shim": [os.getpid(), process_table.start_mark(os.getpid())],
-            "group": self._control_group,
             "grace_s": self._config["grace_s"],
             "started_s": self._started_s,
             "until_s": None if math.isinf(remaining_s) else time.monotonic() + remaining_s,
