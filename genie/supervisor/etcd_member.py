@@ -94,8 +94,8 @@ def _check_no_sqlite_store(state_dir: Path) -> None:
     if path.exists():
         raise ConfigError(
             f"this machine has a cluster in the SQLite store {path}, which --store etcd would not contain",
-            hint="to move that cluster to etcd: 'genie down', then 'genie store migrate --to etcd --bind "
-            "ADDRESS'; to keep it in SQLite, start it without --store",
+            hint="to move that cluster to etcd: 'genie down --keep-jobs', then 'genie store migrate --to "
+            "etcd --bind ADDRESS'; to keep it in SQLite, start it without --store",
         )
 
 
