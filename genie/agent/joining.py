@@ -56,7 +56,7 @@ async def join_cluster(
     token = parse_token(token_text)
     if token.kind is not TokenKind.JOIN:
         raise TokenRefusedError(
-            f"a {token.kind} token cannot be used to join",
+            f"{token.kind.with_article} token cannot be used to join",
             hint="use 'genie join --server'"
             if token.kind is TokenKind.SERVER_JOIN
             else "create one: 'genie token create --join'",

@@ -25,6 +25,10 @@ class TokenKind(enum.StrEnum):
     SERVER = "server"
     SERVER_JOIN = "server-join"
 
+    @property
+    def with_article(self) -> str:
+        return f"{'an' if self is TokenKind.OWNER else 'a'} {self}"
+
 
 class TokenRecord(Record, frozen=True, kw_only=True):
     token_id: str

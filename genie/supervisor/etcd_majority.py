@@ -144,6 +144,27 @@ async def _can_read(member: LocalMember, *, state_dir: Path) -> bool:
     return True
 
 
+async def describe_remaining_servers(state_dir: Path) -> str:
+    """How many servers run when this one stops, as connections to their etcd members show; a warning if they
+    are no majority. Empty if this is no server, or the only one."""
+    try:
+        member = LocalMember.read(state_dir)
+    except ConfigError:
+        return ""
+    if member is None or not member.endpoints:
+        return ""
+    problems = await asyncio.gather(*(find_connect_problem(endpoint) for endpoint in member.endpoints))
+    running, total = sum(not problem for problem in problems), len(problems) + 1
+    needed = total // 2 + 1
+    remaining = f"{running} of {total} servers {'remains' if running == 1 else 'remain'}"
+    if running >= needed:
+        return f"{remaining}, a majority: the cluster goes on without this one"
+    return (
+        f"warning: {remaining}, and {needed} are needed: without a leader, no job is accepted, started or "
+        "recorded as ended until enough servers run again"
+    )
+
+
 async def find_connect_problem(endpoint: str) -> str:
     """Why no connection to this HOST:PORT can be opened; empty if one can."""
     try:

@@ -59,7 +59,7 @@ def parse_server_join_token(text: str) -> Token:
     token = parse_token(text)
     if token.kind is not TokenKind.SERVER_JOIN:
         raise TokenRefusedError(
-            f"a {token.kind} token cannot be used to join as a server",
+            f"{token.kind.with_article} token cannot be used to join as a server",
             hint="create one on a server of the cluster: 'genie token create --server'",
         )
     return token

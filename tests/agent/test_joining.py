@@ -172,7 +172,7 @@ async def test_join_with_expired_token_writes_nothing(tmp_path: Path) -> None:
 async def test_join_requires_a_join_token(
     tmp_path: Path, controller: FakeController, kind: TokenKind
 ) -> None:
-    with pytest.raises(TokenRefusedError, match=f"a {kind} token cannot be used to join"):
+    with pytest.raises(TokenRefusedError, match=f"{kind.with_article} token cannot be used to join"):
         await try_join(controller, tmp_path / "s", token=str(controller.token(kind)))
 
 

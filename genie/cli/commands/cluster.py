@@ -227,7 +227,7 @@ def down(
     With --keep-jobs they continue, and the next 'genie up' or 'genie join' takes them over. Restartable jobs
     are queued again if that takes longer than 0.7 x controller.node_ttl_s.
     """
-    from genie.supervisor import local_cluster, machine_role
+    from genie.supervisor import etcd_majority, local_cluster, machine_role
 
     settings = invocation.load_settings()
     state_dir = settings.paths.state_dir
@@ -238,9 +238,12 @@ def down(
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
     progress: Callable[[str], None] = output.print_message
+    remaining = asyncio.run(etcd_majority.describe_remaining_servers(state_dir))
+    if remaining:
+        output.print_message(remaining)
     if local_cluster.CONTROLLER in found.pids:
         if not keep_jobs:
-            _print_jobs_to_terminate(settings, found.node_id)
+            _print_jobs_to_terminate(settings, found.node_id, has_other_servers=bool(remaining))
     elif found.node_id:
         progress = _ignore_progress
         output.print_message(f"stopping the agent of node {found.node_id}")
@@ -489,7 +492,7 @@ def _ignore_progress(_line: str) -> None:
     """Progress callback that prints nothing."""
 
 
-def _print_jobs_to_terminate(settings: Settings, node_id: str) -> None:
+def _print_jobs_to_terminate(settings: Settings, node_id: str, *, has_other_servers: bool = False) -> None:
     """`node_id` is that of the agent on this machine; empty without one."""
     try:
         jobs = asyncio.run(_fetch_running_jobs(settings))
@@ -504,9 +507,12 @@ def _print_jobs_to_terminate(settings: Settings, node_id: str) -> None:
     if (more := len(ending) - _TERMINATED_JOBS_SHOWN_MAX) > 0:
         output.print_message(f"{format_count(more, 'more job')} on this machine will be terminated")
     if elsewhere := len(jobs) - len(ending):
+        jobs_elsewhere = f"{format_count(elsewhere, 'job')} on other machines"
         output.print_message(
-            f"{format_count(elsewhere, 'job')} on other machines will continue without this controller; "
-            "'genie up' lists and manages them again"
+            f"{jobs_elsewhere} will not be terminated"
+            if has_other_servers
+            else f"{jobs_elsewhere} will continue without this controller; 'genie up' lists and manages them "
+            "again"
         )
 
 

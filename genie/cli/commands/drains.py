@@ -88,8 +88,18 @@ def undrain(
 
     Stopped jobs stay in the queue and may start on any node.
     """
-    send_node_request(invocation, node_id, lambda client: client.undrain_node(node_id))
-    output.write_line(f"{node_id}: accepting work again")
+    was_drained = False
+
+    async def send(client: ClusterClient) -> None:
+        nonlocal was_drained
+        view = await _find_node(client, node_id)
+        was_drained = view is not None and bool(view.drained)
+        await client.undrain_node(node_id)
+
+    send_node_request(invocation, node_id, send)
+    output.write_line(
+        f"{node_id}: accepting work again" if was_drained else f"{node_id}: was not draining or drained"
+    )
 
 
 def _describe_drain(node_id: str, started: DrainStarted) -> str:

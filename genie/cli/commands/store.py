@@ -136,6 +136,7 @@ def restore(
         f"restored {restored.row_count} rows of cluster {restored.cluster.cluster_id}, generation "
         f"{restored.cluster.generation}"
     )
+    _print_rows_left_out(restored)
     if restored.dropped_token_count:
         output.print_message(
             f"{format_count(restored.dropped_token_count, 'unused join or server token')} of the backup "
@@ -143,6 +144,14 @@ def restore(
         )
     _print_kept_stores(kept)
     _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
+
+
+def _print_rows_left_out(restored: RestoreResult) -> None:
+    count = restored.header.row_count - restored.row_count - restored.dropped_token_count
+    if count > 0:
+        output.print_message(
+            f"not restored: {format_count(count, 'row')} about the previous servers, which register again"
+        )
 
 
 def _parse_backup_path(text: str) -> Path:
@@ -192,7 +201,10 @@ def _is_run_by_genie(settings: Settings) -> bool:
 
 
 def _check_address_is_for_member(settings: Settings, *, bind: str | None, port: str | None) -> None:
+    from genie.controller.store.open import check_store_url
+
     if (bind is not None or port is not None) and not _is_run_by_genie(settings):
+        check_store_url(settings.controller.store)
         raise UsageError(
             f"--bind and --port are for etcd members that Genie runs, but the store is "
             f"{settings.controller.store}",
@@ -372,6 +384,7 @@ def migrate(
     _check_address_is_for_member(target, bind=bind, port=port)
     path, restored, kept = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
+    _print_rows_left_out(restored)
     output.print_message(f"a backup of the previous store is in {path}")
     _print_kept_stores(kept)
     _print_next_steps(target, ca_pin=restored.cluster.ca_pin)

@@ -275,7 +275,7 @@ class Admission:
         token = parse_token(request.token)
         if token.kind is not TokenKind.JOIN:
             raise TokenRefusedError(
-                f"a {token.kind} token does not admit a node",
+                f"{token.kind.with_article} token does not admit a node",
                 hint="create one with 'genie token create --join'",
             )
 
@@ -287,7 +287,9 @@ class Admission:
             node_id = self._unused_node_id(requested_id)
             if request.must_get_requested_id and node_id != requested_id:
                 raise UsageError(
-                    f"node ID {requested_id!r} is already in use", hint=f"choose another, such as {node_id!r}"
+                    f"node ID {requested_id!r} is already in use",
+                    hint=f"choose another, such as {node_id!r}; or, if it is the same machine, 'genie forget "
+                    f"{requested_id}' first",
                 )
             # Sign before staging: an invalid request must not consume the token.
             certificate = self._certificates.sign_request(
@@ -361,7 +363,7 @@ class Admission:
         its key."""
         identity = await self._tokens.authenticate_token(request.token)
         if identity.kind is not TokenKind.NODE:
-            raise TokenRefusedError(f"a {identity.kind} token has no certificate")
+            raise TokenRefusedError(f"{identity.kind.with_article} token has no certificate")
         node_id = identity.name
         self._certificates.check_recoverable(
             request.certificate_pem, node_id=node_id, csr_pem=request.csr_pem

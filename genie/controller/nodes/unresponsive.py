@@ -65,7 +65,8 @@ def describe_withheld_jobs(node_holds: NodeHolds) -> str:
     job_ids = {parse_worker_name(hold.job_id)[0] for hold in withheld}
     if not job_ids:
         return ""
-    what = "accelerators" if any(hold.gpu_ids for hold in withheld) else "resources"
+    jobs_with_gpus = {parse_worker_name(hold.job_id)[0] for hold in withheld if hold.gpu_ids}
+    what = "accelerators" if jobs_with_gpus == job_ids else "resources"
     jobs = f"its job keeps its {what}" if len(job_ids) == 1 else f"its {len(job_ids)} jobs keep their {what}"
     return f"{jobs} until the node returns or 'genie forget {node_holds.node_id}'"
 

@@ -34,7 +34,7 @@ async def open_store(
         from genie.controller.store.sqlite import SqliteStore
 
         return await SqliteStore.open(_parse_sqlite_path(url, rest, state_dir), clock=clock)
-    if url == LOCAL_ETCD_STORE or (scheme in ("etcd", "etcds") and rest.startswith("//")):
+    if _is_etcd_url(url):
         try:
             from genie.controller.store.etcd import EtcdStore
         except ImportError as error:
@@ -49,6 +49,16 @@ async def open_store(
             return await EtcdStore.open_address(local_etcd, clock=clock)
         return await EtcdStore.open(url, clock=clock)
     raise _invalid_url_error(url)
+
+
+def check_store_url(url: str) -> None:
+    """Raises ConfigError for a URL that names no kind of store."""
+    if not _is_etcd_url(url) and sqlite_store_path(url, state_dir=Path()) is None:
+        raise _invalid_url_error(url)
+
+
+def _is_etcd_url(url: str) -> bool:
+    return url == LOCAL_ETCD_STORE or url.startswith(("etcd://", "etcds://"))
 
 
 def sqlite_store_path(url: str, *, state_dir: Path) -> Path | None:

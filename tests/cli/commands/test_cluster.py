@@ -424,6 +424,19 @@ def test_ctrl_c_stops_a_foreground_cluster(run_in_process, tmp_path) -> None:
     assert "Traceback" not in log.read_text()
 
 
+def _list_a_job_elsewhere(_request: ListJobs) -> JobsReply:
+    place = Placement(node_id="there", incarnation=1, gpu_ids=(0,), epoch=1)
+    return JobsReply(jobs=(sample_job(JobState.RUNNING, placements=(place,)),), more=False)
+
+
+def test_down_of_one_of_several_servers_does_not_stop_the_cluster(controller, capfd) -> None:
+    controller.replies[ListJobs] = _list_a_job_elsewhere
+    _print_jobs_to_terminate(load(), "here")
+    assert "1 job on other machines will continue without this controller" in capfd.readouterr().err
+    _print_jobs_to_terminate(load(), "here", has_other_servers=True)
+    assert "1 job on other machines will not be terminated\n" in capfd.readouterr().err
+
+
 def test_down_distinguishes_jobs_of_this_machine_from_others(controller, capfd) -> None:
     def list_jobs(request: ListJobs) -> JobsReply:
         newest = 5 if request.before_sequence is None else request.before_sequence - 1

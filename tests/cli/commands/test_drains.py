@@ -86,8 +86,10 @@ def test_drain_that_keeps_jobs_lists_them(genie, controller) -> None:
 
 
 def test_undrain_confirms(genie, controller) -> None:
-    controller.replies[UndrainNode] = Done()
+    controller.replies |= {UndrainNode: Done(), ListNodes: nodes_reply()}
     assert genie("undrain", "box") == (0, "box: accepting work again\n", "")
+    controller.replies[ListNodes] = nodes_reply(drained="")
+    assert genie("undrain", "box") == (0, "box: was not draining or drained\n", "")
 
 
 def test_json_lists_moving_and_staying_jobs(genie, controller) -> None:

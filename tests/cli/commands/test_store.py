@@ -13,8 +13,10 @@ import pytest
 
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.controller_directory import check_directory_not_copied
+from genie.controller.election import CONTROLLER_KEY_PREFIX
 from genie.controller.etcd.local_member import LocalMember
 from genie.controller.etcd.replacement import Replacement, commit_replacement, new_data_directory
+from genie.controller.ledger import COUNTER_KEY_PREFIX, EPOCH_COUNTER
 from genie.controller.rows import ClusterRecord
 from genie.controller.store import Put
 from genie.controller.store.sqlite import SqliteStore
@@ -190,6 +192,23 @@ def test_migrate_copies_the_store_and_keeps_a_backup(genie, state_dir, tmp_path)
     (backup,) = (state_dir / "controller").glob("migration-*.backup")
     assert str(backup) in ran.err
     assert dict(BackupReader(backup).rows())["job/j-1"] == b"1"
+
+
+def test_rows_of_previous_servers_are_reported_as_not_restored(genie, state_dir, tmp_path) -> None:
+    counter = COUNTER_KEY_PREFIX + EPOCH_COUNTER
+    address = f"{CONTROLLER_KEY_PREFIX}box"
+    rows = {"cluster": CLUSTER, counter: b'{"value":1}', "job/j-1": b"1", address: b"10.0.0.1:5555"}
+    write_store(state_dir / "controller" / "store.sqlite3", rows)
+    ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
+    assert ran.code == 0, ran.err
+    assert "copied 3 rows" in ran.out
+    assert "not restored: 1 row about the previous servers, which register again" in ran.err
+
+
+def test_migrate_names_an_invalid_store_before_its_address(genie, state_dir) -> None:
+    ran = genie("store", "migrate", "--to", "etcdd", "--bind", "10.0.0.1")
+    assert ran.code == 2
+    assert "invalid store URL 'etcdd'" in ran.err and "--bind" not in ran.err
 
 
 def test_migrate_refuses_a_store_with_data_and_the_store_itself(genie, state_dir, tmp_path) -> None:

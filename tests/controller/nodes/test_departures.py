@@ -171,8 +171,9 @@ async def test_exact_node_id_that_is_taken_is_rejected(tmp_path: Path) -> None:
         token = await one.token(TokenKind.JOIN)
         wish = Join(token=token, requested_node_id="box", csr_pem="", must_get_requested_id=True)
         async with rpc.dial(one.network, "127.0.0.1", one.port, tls=None, timeout_s=CALL_S) as peer:
-            with pytest.raises(UsageError, match="'box' is already in use"):
+            with pytest.raises(UsageError, match="'box' is already in use") as caught:
                 await peer.call(wish, timeout_s=CALL_S)
+            assert "if it is the same machine, 'genie forget box' first" in caught.value.hint
             # The rejection did not consume the token.
             free = Join(token=token, requested_node_id="other", csr_pem="", must_get_requested_id=True)
             assert (await peer.call(free, timeout_s=CALL_S)).node_id == "other"

@@ -134,8 +134,9 @@ async def test_cluster_without_its_own_etcd_creates_no_server_tokens(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     async with running_controller(tmp_path, **settings) as one:  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="no server can join"):
+        with pytest.raises(UsageError, match="no server can join") as caught:
             await one.token(TokenKind.SERVER_JOIN)
+        assert "genie store migrate --to etcd --bind ADDRESS" in caught.value.hint
         with pytest.raises(UsageError, match="does not run its own etcd"):
             await send(one, ServerJoinAttempt.create(_unknown_token()).request)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from genie.controller.nodes.unresponsive import describe_withheld_jobs
 from genie.controller.store import Put
 from genie.errors import NodeRemovedError
-from genie.model.allocation import NodeHolds
+from genie.model.allocation import Hold, NodeHolds
 from genie.model.job import Job, JobState, StopReason
 from genie.model.messages import CancelJob, GetQueue, Launch, ListNodes, RemoveNode
 from genie.runtime.credentials import Access
@@ -89,6 +90,22 @@ async def test_job_keeps_its_accelerator_and_every_command_says_why(tmp_path: Pa
         await node.clock.advance(1.0)
         [queued] = (await node.owner.ask(GetQueue())).jobs
         assert withheld in queued.reason
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "what"),
+    [
+        ([(0,), (1,)], "its 2 jobs keep their accelerators"),
+        ([(0,), ()], "its 2 jobs keep their resources"),
+        ([()], "its job keeps its resources"),
+    ],
+)
+def test_jobs_keep_accelerators_only_if_each_has_some(gpu_ids: list[tuple[int, ...]], what: str) -> None:
+    holds = tuple(
+        Hold(job_id=f"j{i}.0", tenant="t", epoch=1, incarnation=1, gpu_ids=ids, has_deadman_timer=False)
+        for i, ids in enumerate(gpu_ids)
+    )
+    assert describe_withheld_jobs(NodeHolds(node_id="n1", holds=holds)) == f"{what} {KEEPS}"
 
 
 async def test_job_goes_on_when_its_node_returns_with_the_same_incarnation(tmp_path: Path) -> None:
