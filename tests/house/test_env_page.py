@@ -14,6 +14,7 @@ _READERS = {"environ", "environb", "getenv", "getenvb", "putenv"}
 
 # Other files that may use os.environ, with the reason.
 MAY_READ: dict[str, str] = {
+    "genie/cli/commands/etcd.py": "sets the log level of gRPC, which has no other setting for it",
     "genie/grid/remote/health.py": "runs on nodes and finds their tools",
     "genie/grid/remote/environment.py": "runs on nodes and passes their environment to pip",
     "genie/grid/remote/ray_node.py": "runs on nodes and passes their environment to Ray",

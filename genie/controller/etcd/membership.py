@@ -284,7 +284,9 @@ def _format_cluster_id(header: rpc_pb2.ResponseHeader) -> str:
 
 
 def _shorten_problem(error: GenieError) -> str:
-    if not isinstance(error, StoreUnavailableError) or isinstance(error, StoreAccessError):
+    if isinstance(error, StoreAccessError):
+        return error.message.partition(":")[0]  # the rest is the text of gRPC
+    if not isinstance(error, StoreUnavailableError):
         return error.message
     if NO_LEADER_MESSAGE in error.message:
         return "has no leader"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +15,9 @@ import pytest
 
 from genie.cli import main
 from genie.cli.commands import etcd
+from genie.config import ControllerConfig
 from genie.controller.etcd.membership import MemberInfo, MemberStatus
+from genie.supervisor.etcd_member import new_local_member, write_etcd_member_certificate
 
 MEMBER = MemberInfo(
     member_id=0x23880E7DA931810,
@@ -40,6 +48,38 @@ def test_status_row_shows_role_size_and_fragmentation() -> None:
     )
     lost = MemberStatus(info=MEMBER, problem="could not reach it")
     assert etcd._member_status_row(lost)[-1] == "could not reach it"
+
+
+def test_status_shows_a_failed_handshake_without_the_log_of_grpc(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(4096)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        config = ControllerConfig(etcd_client_port=listener.getsockname()[1])
+        member = new_local_member(config, name="s1")
+        member.write(tmp_path)
+        write_etcd_member_certificate(config, member, state_dir=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-m", "genie", "etcd", "status"],
+            env={**os.environ, "GENIE_STATE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert done.returncode == 1
+    assert "TLS handshake with etcd failed" in done.stdout and "ipv4:" not in done.stdout
+    assert done.stderr == "0 of 1 members respond, 1 needed\n"
 
 
 @pytest.mark.parametrize(
