@@ -178,11 +178,15 @@ class _RunningShim:
         assert self.adopted is not None
         self.has_deadman_timer = greeting.until_s is not None
         self.grace_s = greeting.grace_s
-        self.processes.recorded_processes[greeting.shim_process] = self.job_id
         self.process = greeting.shim_process
-        self.adopted.started_s = greeting.started_s
+        self.processes = JobProcesses(
+            self.directory,
+            control_groups=self.processes.control_groups,
+            recorded_processes={greeting.shim_process: self.job_id},
+        )
+        self.adopted.mark_responding(greeting)
         if greeting.end_reason:
-            self.adopted.kill_reason = self.kill_reason = greeting.end_reason
+            self.kill_reason = greeting.end_reason
             self.kill_sent_s, self.kill_grace_s = time.monotonic(), greeting.kill_in_s
 
 

@@ -237,6 +237,10 @@ class AdoptedJob:
     def is_responding(self) -> bool:
         return self.started_s is not None
 
+    def mark_responding(self, greeting: Greeting) -> None:
+        self.started_s = greeting.started_s
+        self.kill_reason = greeting.end_reason
+
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a shim on a new connection; fields of a later release are ignored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -173,6 +174,16 @@ async def wait_for_job_process(node_dir: Path, job_id: str) -> ProcessIdentity:
     mark = ProcessIdentity.of_pid(int(path.read_text()))
     assert mark is not None, f"{job_id} has ended"
     return mark
+
+
+@pytest.fixture
+def reap_abandoned_shims(tmp_path: Path) -> Iterator[None]:
+    """Reaps shims that an earlier agent in this process has abandoned; init does that for a killed one."""
+    yield
+    for path in tmp_path.rglob("started.json"):
+        pid, _ = json.loads(path.read_text())["shim"]
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 @pytest.fixture
