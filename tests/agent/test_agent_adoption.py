@@ -329,6 +329,23 @@ async def test_earlier_epoch_of_a_job_is_not_adopted(
         assert "ending job j1, epoch 1: this is not its last launch" in agent.output.read_text()
 
 
+async def test_job_whose_record_has_an_earlier_epoch_is_adopted(
+    controller: FakeController, node_dir: Path, start_agent_process: StartAgent
+) -> None:
+    """A job can damage its record; that of its shim counts."""
+    async with start_agent_process() as agent:
+        await controller.launch("j1", *STAY)
+        await wait_for_job_process(node_dir, "j1")
+        await kill_and_wait(agent)
+    path = node_dir / "jobs" / "j1" / "job.json"
+    record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, epoch=0)))
+    before = len(controller.registers)
+    async with start_agent_process():
+        await until(lambda: len(controller.registers) > before, what="the next agent registers")
+        assert [(one.job_id, one.epoch) for one in controller.registers[-1].running] == [("j1", 1)]
+
+
 EXECUTOR = """
 import json, os, sys, time
 path = json.load(open(sys.argv[1]))["endpoint_path"]
