@@ -12,12 +12,11 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +55,6 @@ SILENT_SHIM_GRACE_S = 5.0
 """Grace period of a job whose shim, which knows it, does not respond."""
 SILENT_SHIM_REASON = "ended by Genie: its shim did not respond, and its dead-man timer has expired"
 _ADOPTED_SHIM_POLL_INTERVAL_S = 0.01
-_LOG_FILE_PATTERN = re.compile(r"[0-9]{1,20}\.log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -730,13 +728,6 @@ def _wait_for_or_abandon_process(
 def _job_id_of_control_group(path: str) -> str:
     """The job ID of a control group, which is named JOB_ID.EPOCH."""
     return os.path.basename(path).rpartition(".")[0]  # noqa: PTH119
-
-
-def log_files_with_offsets(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the log files of a job, oldest first, with the offset of their first byte."""
-    for path in sorted((directory / "log").glob("*.log")):
-        if _LOG_FILE_PATTERN.fullmatch(path.name):
-            yield int(path.stem), path
 
 
 def _try_receive_nowait(control: socket.socket) -> bytes | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from genie.agent import job_files
-from genie.agent.launcher import log_files_with_offsets
 from genie.errors import UsageError
 from genie.model.messages import CHUNK_BYTES_MAX, LOG_OFFSET_MAX, WAIT_S_MAX, LogChunk, ReadLog
 from genie.processes.clock import Clock
 from genie.processes.tasks import Offload
 
 LOG_POLL_INTERVAL_S = 0.1
+_LOG_FILE_PATTERN = re.compile(r"[0-9]{1,20}\.log")
 
 
 async def wait_for_log_chunk(
@@ -59,3 +60,10 @@ def read_log_chunk(directory: Path, *, offset: int, bytes_max: int, is_live: boo
     return LogChunk(
         data=data, start_offset=start, next_offset=start + len(data), eof=not is_live and not data
     )
+
+
+def log_files_with_offsets(directory: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the log files of a job, oldest first, with the offset of their first byte."""
+    for path in sorted((directory / "log").glob("*.log")):
+        if _LOG_FILE_PATTERN.fullmatch(path.name):
+            yield int(path.stem), path

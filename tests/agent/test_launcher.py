@@ -18,7 +18,7 @@ import uvloop
 
 from genie.agent import launcher, leftovers
 from genie.agent.launcher import LaunchPlan, ShimLauncher
-from genie.agent.logs import read_log_chunk
+from genie.agent.logs import log_files_with_offsets, read_log_chunk
 from genie.model.messages import ExitReport
 from tests.waiting import until
 
@@ -185,7 +185,7 @@ def test_log_files_ignores_other_file_names(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     for name in ("²", "٣", "0" * 20, "0" * 19 + "7", "x", "-1", "1 "):
         (tmp_path / "log" / f"{name}.log").write_text(name)
-    assert [first for first, _ in launcher.log_files_with_offsets(tmp_path)] == [0, 7]
+    assert [first for first, _ in log_files_with_offsets(tmp_path)] == [0, 7]
     (tmp_path / "log" / f"{'0' * 19}7.log").unlink()
     os.mkfifo(tmp_path / "log" / "00000000000000000020.log")
     (tmp_path / "log" / "00000000000000000021.log").symlink_to("/dev/zero")
