@@ -47,8 +47,7 @@ async def wait_for_majority(
         _check_not_removed(member, child, state_dir=state_dir)
         child.check_not_exited()
         if await _can_read(member, state_dir=state_dir):
-            own = await _fetch_cluster_id(member, member.endpoint, state_dir=state_dir)
-            member = replace(member, etcd_cluster_id=own or member.etcd_cluster_id)
+            member = await _update_from_etcd(member, state_dir=state_dir)
             await _check_no_other_cluster(member, state_dir=state_dir)
             return member
         await try_promote_member_of_incomplete_join(member, state_dir=state_dir)
@@ -57,6 +56,22 @@ async def wait_for_majority(
             progress(await _describe_missing_members(member))
             report_at_s = loop.time() + _REPORT_INTERVAL_S
         await asyncio.sleep(_POLL_S)
+
+
+async def _update_from_etcd(member: LocalMember, *, state_dir: Path) -> LocalMember:
+    """The member with the ID of its etcd cluster and the addresses of all members, which may have joined
+    while this one was stopped; as it was if etcd does not respond."""
+    from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
+
+    own_address = make_managed_etcd_address((member.endpoint,), state_dir=state_dir)
+    try:
+        async with open_etcd_cluster(own_address) as cluster:
+            cluster_id = await cluster.fetch_cluster_id(timeout_s=_READ_TIMEOUT_S)
+            found = await cluster.list_members()
+    except StoreError:
+        return member
+    known = member.with_endpoints({each.endpoint for each in found if each.endpoint})
+    return replace(known, etcd_cluster_id=cluster_id)
 
 
 def _check_not_removed(member: LocalMember, child: Child, *, state_dir: Path) -> None:

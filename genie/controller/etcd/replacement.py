@@ -39,8 +39,7 @@ class Replacement:
 
     @classmethod
     def create(cls, member: LocalMember, *, sqlite_file: Path | None) -> Replacement:
-        suffix = f".replaced-{time.strftime('%Y%m%d-%H%M%S')}"
-        return cls(member=member, sqlite_file=str(sqlite_file or ""), suffix=suffix)
+        return cls(member=member, sqlite_file=str(sqlite_file or ""), suffix=_make_suffix())
 
 
 def new_data_directory(state_dir: Path) -> Path:
@@ -100,10 +99,16 @@ def retire_member(state_dir: Path) -> Path | None:
     directory = etcd_member_directory(state_dir)
     if LocalMember.read(state_dir) is None:
         return None
-    kept = directory.with_name(f"{directory.name}.replaced-{time.strftime('%Y%m%d-%H%M%S')}")
+    kept = directory.with_name(directory.name + _make_suffix())
     directory.rename(kept)
     files.sync_directory(state_dir)
     return kept
+
+
+def _make_suffix() -> str:
+    """With milliseconds: a restore can be repeated within a second."""
+    seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
+    return f".replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(seconds))}-{milliseconds:03}"
 
 
 def _rename_sqlite_file(path: Path, suffix: str) -> Path:
