@@ -34,10 +34,10 @@ _LOG_LINES_READ = 20
 
 async def wait_for_majority(
     member: LocalMember, child: Child, *, state_dir: Path, progress: Callable[[str], None]
-) -> LocalMember:
+) -> None:
     """Waits until a read through this member succeeds, which needs a majority. Reports what is missing every
-    few seconds. Promotes a learner whose join was interrupted. Returns the member with the ID of its etcd
-    cluster.
+    few seconds. Promotes a learner whose join was interrupted. Stores the member with the ID of its etcd
+    cluster and the addresses of all members.
 
     Raises ConfigError if another member belongs to another etcd cluster, or this one was removed from its
     cluster, and LaunchError if the process of the member ends for another reason."""
@@ -48,8 +48,9 @@ async def wait_for_majority(
         child.check_not_exited()
         if await _can_read(member, state_dir=state_dir):
             member = await _update_from_etcd(member, state_dir=state_dir)
+            member.write(state_dir)  # 'genie etcd status' lists these members, also if this start fails
             await _check_no_other_cluster(member, state_dir=state_dir)
-            return member
+            return
         await try_promote_member_of_incomplete_join(member, state_dir=state_dir)
         if loop.time() >= report_at_s:
             await _check_no_other_cluster(member, state_dir=state_dir)

@@ -181,10 +181,9 @@ class Supervisor:
                 self._record_missing_servers(missing_servers)
                 reported = missing_servers
 
-        ready = await wait_for_majority(member, child, state_dir=self._state_dir, progress=report)
+        await wait_for_majority(member, child, state_dir=self._state_dir, progress=report)
         if reported:
             self._record_missing_servers("")
-        ready.write(self._state_dir)
         if mark_join_complete(self._state_dir):
             self._progress("continuing the join of this machine as a server, which was interrupted")
 
