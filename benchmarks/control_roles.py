@@ -318,6 +318,7 @@ async def join_all(state_dir: Path, node_ids: Collection[str]) -> None:
                 state_dir=state_dir,
                 requested_node_id=node_id,
                 network=network,
+                clock=SystemClock(),
                 is_node_id_fixed=True,
             )
 

@@ -166,6 +166,7 @@ async def run_agents(state_dir: Path, *, nodes: int, gpus: int) -> None:
                 state_dir=state_dir,
                 requested_node_id=info.node_id,
                 network=network,
+                clock=SystemClock(),
             )
     up = asyncio.Semaphore(0)
 
