@@ -208,7 +208,7 @@ class SimulatedLauncher:
         self._exits: list[ExitReport] = []
         self._has_exits = asyncio.Event()
 
-    def adopt_jobs_and_kill_leftovers(
+    async def adopt_jobs_and_kill_leftovers(
         self, jobs_dir: Path, *, may_adopt: Callable[[JobRecord], bool]
     ) -> tuple[list[AdoptedJob], int]:
         return [], 0
