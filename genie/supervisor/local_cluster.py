@@ -531,7 +531,7 @@ async def _run_supervisor(
             try:
                 yield supervisor, group
             except Exception as error:
-                supervisor.keep_jobs_on_stop()  # nobody has asked to end them
+                supervisor.keep_jobs_on_stop()  # the user did not request their end
                 failure = error
             except asyncio.CancelledError as error:
                 failure = error

@@ -93,8 +93,8 @@ def check_may_start_as_node(state_dir: Path) -> None:
 
 
 def check_etcd_address(settings: Settings) -> None:
-    """Raises ConfigError if the etcd member of this machine would listen on loopback although nobody asked
-    for it, or if another address than its own is set."""
+    """Raises ConfigError if the etcd member of this machine would listen on loopback by default
+    because no address was set, or if an address other than its own is set."""
     config, sources = settings.controller, settings.sources
     if config.store != LOCAL_ETCD_STORE:
         return

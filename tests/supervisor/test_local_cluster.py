@@ -410,7 +410,7 @@ async def test_failed_start_keeps_jobs_and_the_stop_of_a_complete_one_ends_them(
     with pytest.raises(UsageError, match="after the start"):
         async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
             raise UsageError("after the start")
-    assert is_alive(kept_job_pid), "nobody has asked to end it"
+    assert is_alive(kept_job_pid), "no command has requested its end"
     async with local_cluster.run_local_cluster(load_settings(tmp_path), progress=progress):
         assert is_alive(kept_job_pid)
     assert not is_alive(kept_job_pid)

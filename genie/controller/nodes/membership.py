@@ -2,9 +2,9 @@
 
 A node without heartbeats is first suspect, then disconnected, then its jobs may be reclaimed. If gossip also
 reports that it does not respond, it is suspect earlier; gossip changes nothing else. A new term of leadership
-counts from its own start. A node that has not registered in this term is disconnected earlier, because nobody
-received its heartbeats during the takeover; its jobs are reclaimed no earlier than those of other nodes. The
-current time is an argument. Registration and heartbeats are handled in agents.py.
+counts from its own start. A node that has not registered in this term is disconnected earlier, because no
+leader received its heartbeats during the takeover; its jobs are reclaimed no earlier than those of other
+nodes. The current time is an argument. Registration and heartbeats are handled in agents.py.
 """
 
 from __future__ import annotations
