@@ -328,7 +328,7 @@ class Shim:
             try:
                 os.write(self._control_fd, json.dumps(self._greeting()).encode() + b"\n")
             except OSError:
-                pass  # closed again; the next read says so
+                pass  # closed already: the next read returns the end of the stream
 
     def _may_control(self, connection: socket.socket) -> bool:
         """Whether the peer can be an agent of this node: jobs of the node run as the same user."""

@@ -270,7 +270,8 @@ class SimLauncher:
     def extend_deadman_timers(self, deadman_expiry_s: float) -> None:
         if not self.is_agent_dead:
             for process in self._process_by_job.values():
-                if process.has_deadman_timer:
+                # A job that is being ended is not continued: a later extension does not count for it.
+                if process.has_deadman_timer and not process.termination_reason:
                     process.deadman_expiry_s = deadman_expiry_s
 
     def kill_job(self, job_id: str, *, reason: str, grace_s: float | None = None) -> None:
