@@ -106,10 +106,10 @@ class Child:
         """None while it runs or if it was never started."""
         return None if self._process is None else self._process.poll()
 
-    def last_log_lines(self, *, count: int = 8) -> list[str]:
+    def last_log_lines(self, *, count: int = 8, bytes_max: int = 8192) -> list[str]:
         """The last lines of its log since this start."""
         return process_records.read_last_lines(
-            self.log_path, count=count, since_bytes=self._log_offset_at_start
+            self.log_path, count=count, bytes_max=bytes_max, since_bytes=self._log_offset_at_start
         )
 
     def check_not_exited(self) -> None:

@@ -29,7 +29,7 @@ _CONNECT_TIMEOUT_S = 1.0
 _POLL_S = 0.05
 _REPORT_INTERVAL_S = 2.0
 _REMOVED_TEXT = "permanently removed from the cluster"
-_LOG_LINES_READ = 20
+_LOG_BYTES_READ = 1 << 20
 
 
 async def wait_for_majority(
@@ -44,8 +44,9 @@ async def wait_for_majority(
     loop = asyncio.get_running_loop()
     report_at_s = loop.time() + _REPORT_INTERVAL_S
     while True:
-        _check_not_removed(member, child, state_dir=state_dir)
-        child.check_not_exited()
+        if child.exit_code() is not None:
+            _check_not_removed(member, child, state_dir=state_dir)
+            child.check_not_exited()
         if await _can_read(member, state_dir=state_dir):
             member = await _update_from_etcd(member, state_dir=state_dir)
             member.write(state_dir)  # 'genie etcd status' lists these members, also if this start fails
@@ -76,10 +77,10 @@ async def _update_from_etcd(member: LocalMember, *, state_dir: Path) -> LocalMem
 
 
 def _check_not_removed(member: LocalMember, child: Child, *, state_dir: Path) -> None:
-    """Raises ConfigError if the other members have rejected this one: etcd logs that and exits with 0."""
-    if child.exit_code() is None:
-        return
-    if any(_REMOVED_TEXT in line for line in child.last_log_lines(count=_LOG_LINES_READ)):
+    """Raises ConfigError if the other members have rejected this one: etcd logs that, then its shutdown in
+    dozens of lines, and exits with 0."""
+    lines = child.last_log_lines(count=_LOG_BYTES_READ, bytes_max=_LOG_BYTES_READ)
+    if any(_REMOVED_TEXT in line for line in lines):
         raise ConfigError(
             f"{member.name} was removed from the cluster with 'genie etcd remove'",
             hint=f"to add this machine again, {_format_join_again(state_dir)}",
