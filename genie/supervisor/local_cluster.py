@@ -41,7 +41,7 @@ from genie.errors import (
     UsageError,
 )
 from genie.model.messages import GetStatus
-from genie.model.names import address_text, parse_endpoint
+from genie.model.names import address_text
 from genie.model.node import NodeInfo, NodeStatus
 from genie.processes import files
 from genie.processes.tasks import unwrapped_task_group
@@ -227,10 +227,10 @@ class Supervisor:
         try:
             await join.run(host, port, token, name=self.node_id, runs_agent=agent)
             self._local_node.use_name_of_member()
-            leader = await self.find_access_to_leader(await self.start_controller())
-            assert leader is not None, "the join has written an owner token"
+            own_access = await self.wait_for_leader(await self.start_controller())
+            assert own_access is not None, "the join has written an owner token"
             if agent:
-                await self.start_agent(leader)
+                await self.start_agent(own_access)
             join.mark_complete()
         except BaseException:
             await _await_despite_cancellation(self._undo_server_join(join))
@@ -332,9 +332,10 @@ class Supervisor:
             self._progress("stopping etcd")
             await self._etcd.child.stop(grace_s=_ETCD_STOP_GRACE_S)
 
-    async def find_access_to_leader(self, found: LocalCluster) -> ClusterConfig | None:
-        """Returns the owner's access to the leader: this controller, or another one if this is a standby.
-        None for a standby without an owner token."""
+    async def wait_for_leader(self, found: LocalCluster) -> ClusterConfig | None:
+        """Returns the owner's access to this controller when the cluster has a leader; None for a standby
+        without an owner token. It is not the access to that leader, which may have been lost meanwhile: a
+        standby finds the next one."""
         if not (self._state_dir / OWNER_TOKEN_FILE).exists():
             self._progress(
                 f"standby: another controller leads; {_copied_state_directory_hint(self._state_dir)}"
@@ -350,8 +351,7 @@ class Supervisor:
                     break
                 await asyncio.sleep(_START_POLL_S)
         self._progress(f"standby: the leader is {status.leader}")
-        host, port = parse_endpoint(status.leader)
-        return replace(access, master_addr=host, master_port=port)
+        return access
 
     def start_timeout_error(self, timeout_s: float, what: str) -> GenieError:
         """The error for a start that took longer than `timeout_s`."""
@@ -429,7 +429,7 @@ async def run_local_cluster(
 ) -> AsyncIterator[Supervisor]:
     """Runs controller and agent (only the controller if `agent` is False) for the block, which is entered
     when both have started. A server with etcd remembers `agent`, and uses that for None. The agent of a
-    standby joins through the leader, which requires the leader's owner token. If the node of this machine was
+    standby joins through it, which requires the owner token of the cluster. If the node of this machine was
     removed, no agent is started, unless `rejoin` adds it again.
 
     `is_program`: this process only runs the cluster. It waits for a majority of the etcd members without a
@@ -449,7 +449,7 @@ async def run_local_cluster(
                 await supervisor.wait_for_etcd_majority(member)
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
             runs_agent = _remember_and_get_runs_agent(settings.paths.state_dir, agent)
-            access = await supervisor.find_access_to_leader(await supervisor.start_controller())
+            access = await supervisor.wait_for_leader(await supervisor.start_controller())
             if runs_agent and access is None:
                 raise TokenMissingError(
                     "the agent of a standby controller requires the owner token",

@@ -192,7 +192,8 @@ class LocalNode:
         if can_list_nodes(access):
             async with open_connection_of_access(self._settings, access) as connection:
                 request = CreateToken(kind=TokenKind.JOIN, name=self.node_id)
-                text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S, idempotent=False)).token
+                # Repeated if the leader is lost meanwhile: a token that was not received expires unused.
+                text = (await connection.call(request, timeout_s=_CALL_TIMEOUT_S)).token
         self._progress(f"joining the cluster as {self.node_id}")
         return await joining.join_cluster(
             host,

@@ -98,12 +98,17 @@ class ClusterProcesses:
             self.controller.start_with("--state-dir", str(state_dir), *bind)
         self.address = await until(lambda: self._read_controller_address(state_dir), timeout_s=30)
 
+    def make_state_dir_of_standby(self, name: str) -> Path:
+        """A state directory with the certificate authority and the owner token of the controller."""
+        first, state_dir = self._settings.paths.state_dir, self._make_state_dir(name)
+        (state_dir / "controller").mkdir(mode=0o700)
+        for file in ("controller/ca.pem", "controller/ca.key", OWNER_TOKEN_FILE):
+            files.write_private(state_dir / file, (first / file).read_bytes())
+        return state_dir
+
     async def start_standby(self, *, host: str = "127.0.0.1") -> LocalCluster:
         """Starts a second controller on the same store; returns its address."""
-        first, state_dir = self._settings.paths.state_dir, self._make_state_dir("standby")
-        (state_dir / "controller").mkdir(mode=0o700)
-        for name in ("controller/ca.pem", "controller/ca.key", OWNER_TOKEN_FILE):
-            files.write_private(state_dir / name, (first / name).read_bytes())
+        state_dir = self.make_state_dir_of_standby("standby")
         standby = self.standby = self._make_controller(state_dir, host=host)
         standby.start()
 

@@ -20,6 +20,7 @@ from genie.model.job import JobState
 from genie.model.names import address_text
 from genie.runtime import logins
 from genie.runtime.credentials import OWNER_TOKEN_FILE
+from genie.supervisor.local_cluster import run_local_cluster
 from genie.tenancy.access import parse_token
 from tests.controller.store.etcd_server import EtcdServer
 from tests.integration.cluster_processes import ClusterProcesses
@@ -124,6 +125,30 @@ async def test_client_of_a_standby_survives_the_leader(
         assert waiting.result().state is JobState.SUCCEEDED
         assert client.where == cluster.address
         assert {each.job_id for each in (await client.list_jobs())[0]} == {job.job_id, second.job_id}
+
+
+async def test_server_starts_while_the_leader_is_lost(cluster: ClusterWithStandby, etcd: EtcdServer) -> None:
+    """The lost leader remains the known one until its lease ends."""
+    settings = config.load(
+        {
+            "paths.state_dir": cluster.processes.make_state_dir_of_standby("s2"),
+            "controller.store": etcd.url,
+            "controller.port": 0,
+            "cluster.node_id": "n2",
+        }
+    )
+    printed: list[str] = []
+
+    def kill_leader_when_found(line: str) -> None:
+        printed.append(line)
+        if line.startswith("standby: the leader is"):
+            os.kill(cluster.processes.controller.pid, signal.SIGKILL)
+
+    async with asyncio.timeout(60):
+        async with run_local_cluster(settings, progress=kill_leader_when_found):
+            pass
+    assert any(line.startswith("standby: the leader is") for line in printed)
+    assert any(line.startswith("node n2 has joined the cluster") for line in printed)
 
 
 async def _until_running(client: ClusterClient, job_id: str) -> None:

@@ -620,19 +620,23 @@ async def test_agent_that_cannot_register_is_stopped_and_the_error_has_the_addre
             pass
 
 
-async def test_standby_reports_the_leader_and_its_agent_joins_there(
+async def test_standby_reports_the_leader_and_its_agent_joins_through_it(
     controller: SmallController, progress: ProgressLog
 ) -> None:
     state_dir = Path(os.environ["GENIE_STATE_DIR"])
     here = LocalCluster("127.0.0.1", controller.port, "c1")
     supervisor = local_cluster.Supervisor(load_settings(state_dir), progress=progress, is_program=False)
     controller.leader = "10.0.0.7:5555"
-    access = await supervisor.find_access_to_leader(here)
+    access = await supervisor.wait_for_leader(here)
     assert access is not None
-    assert (access.master_addr, access.master_port, access.token) == ("10.0.0.7", 5555, str(TOKEN))
+    assert (access.master_addr, access.master_port, access.token) == (
+        "127.0.0.1",
+        controller.port,
+        str(TOKEN),
+    )
     assert progress.lines == ["standby: the leader is 10.0.0.7:5555"]
     (state_dir / "owner.token").unlink()
-    assert await supervisor.find_access_to_leader(here) is None
+    assert await supervisor.wait_for_leader(here) is None
     assert progress.has("copy owner.token from the state directory of the first controller to")
 
 
