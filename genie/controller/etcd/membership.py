@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import grpc.aio
 
 from genie.controller.store.etcd_address import EtcdAddress
-from genie.controller.store.etcd_channels import EtcdChannels, EtcdMember
+from genie.controller.store.etcd_channels import EtcdChannels, EtcdMember, EtcdResponse
 from genie.controller.store.etcd_errors import NO_LEADER_MESSAGE
 from genie.controller.store.etcd_proto import rpc_pb2
 from genie.errors import GenieError, StoreAccessError, StoreError, StoreUnavailableError
@@ -38,7 +38,7 @@ _TRANSIENT_ERROR_TEXTS = (
 )
 
 _Request = TypeVar("_Request")
-_Response = TypeVar("_Response")
+_Response = TypeVar("_Response", bound=EtcdResponse)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,7 @@ class EtcdStore:
                 raise StoreUnavailableError(
                     f"etcd at {member.endpoint} did not respond to a lease keep-alive"
                 )
+            self._channels.check_cluster(member, response.header)
             return response.TTL
 
         ttl_s = await self._channels.call_with_retries(

@@ -1,10 +1,11 @@
 """gRPC channels to the endpoints of one etcd cluster: endpoint selection, login and retries.
 
-An endpoint is used only after its version was checked on this connection. If TLS or the login fails, the
-files that the URL names are read again, so that a replaced certificate or password takes effect: a password
-from the next login on, certificates on new channels, and pending calls on the old ones fail. Reads are
-retried on another endpoint. A write is sent once: if its response is lost, it is unknown whether it was
-applied, and a retry could conflict with itself.
+An endpoint is used only after its version was checked on this connection, and that it belongs to the etcd
+cluster that was used first: after a restore, two clusters can have members at known endpoints. If TLS or the
+login fails, the files that the URL names are read again, so that a replaced certificate or password takes
+effect: a password from the next login on, certificates on new channels, and pending calls on the old ones
+fail. Reads are retried on another endpoint. A write is sent once: if its response is lost, it is unknown
+whether it was applied, and a retry could conflict with itself.
 
 The calls are in etcd.py, the watch stream in etcd_watch.py.
 """
@@ -17,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -63,8 +64,13 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 _Result = TypeVar("_Result")
 _GrpcRequest = TypeVar("_GrpcRequest")
-_GrpcResponse = TypeVar("_GrpcResponse")
+_GrpcResponse = TypeVar("_GrpcResponse", bound="EtcdResponse")
 GrpcMetadata = tuple[tuple[str, str], ...]
+
+
+class EtcdResponse(Protocol):
+    @property
+    def header(self) -> rpc_pb2.ResponseHeader: ...
 
 
 class EtcdMember:
@@ -79,12 +85,12 @@ class EtcdMember:
         self.maintenance_stub = rpc_pb2_grpc.MaintenanceStub(channel)
         self.auth_stub = rpc_pb2_grpc.AuthStub(channel)
         self.cluster_stub = rpc_pb2_grpc.ClusterStub(channel)
-        self.is_version_checked = False
+        self.is_checked = False
         self.is_replaced = False
         """Its channel is closed, because others with new endpoints or certificates replace it."""
 
     def is_checked_and_connected(self) -> bool:
-        return self.is_version_checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
+        return self.is_checked and self.channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 class EtcdChannels:
@@ -95,6 +101,8 @@ class EtcdChannels:
         self._clock = clock
         self._secrets = _read_secrets(address)
         self._members = self._open_members()
+        self._cluster_id = 0
+        """Of the member that responded first; 0 before."""
         self._login_token = ""
         self._secrets_read_threads = DaemonPool(1, name="genie-etcd-files")
         self._secrets_read_at_s = -math.inf
@@ -118,9 +126,11 @@ class EtcdChannels:
         """Sends a unary request on the stub that `select_stub` selects. Retries and errors as in
         `call_with_retries`. Without `requires_leader`, a member answers also while etcd has no leader."""
 
-        def send(member: EtcdMember, remaining_s: float) -> Awaitable[_GrpcResponse]:
+        async def send(member: EtcdMember, remaining_s: float) -> _GrpcResponse:
             metadata = self.call_metadata(requires_leader=requires_leader)
-            return select_stub(member)(request, timeout=remaining_s, metadata=metadata)
+            response = await select_stub(member)(request, timeout=remaining_s, metadata=metadata)
+            self.check_cluster(member, response.header)
+            return response
 
         return await self.call_with_retries(send, action=action, timeout_s=timeout_s, idempotent=idempotent)
 
@@ -144,7 +154,8 @@ class EtcdChannels:
             except StoreUnavailableError:
                 self.check_channels_open()
                 is_overdue = self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s
-                if not (member.is_replaced and idempotent) or is_overdue:
+                is_usable = member.is_checked and not member.is_replaced
+                if is_usable or not idempotent or is_overdue:
                     raise
             except grpc.aio.AioRpcError as error:
                 if is_token_rejected(error) and not login_was_reset:
@@ -172,9 +183,14 @@ class EtcdChannels:
                     self.check_channels_open()
                     reasons[member.endpoint] = error.details() or error.code().name
                     self.move_member_to_end(member)
-                except StoreUnavailableError:
-                    if not member.is_replaced or self.is_closed:
+                except StoreAccessError:
+                    raise
+                except StoreUnavailableError as error:
+                    if self.is_closed:
                         raise
+                    if not member.is_replaced:
+                        reasons[member.endpoint] = error.message.removeprefix(f"etcd at {member.endpoint}: ")
+                        self.move_member_to_end(member)
                 if members is not self._members:
                     break
             else:
@@ -228,6 +244,18 @@ class EtcdChannels:
                 self._check_channel_open(member)
             raise
 
+    def check_cluster(self, member: EtcdMember, header: rpc_pb2.ResponseHeader) -> None:
+        """Raises StoreUnavailableError if the member that sent this header belongs to another etcd cluster
+        than the first one that responded. gRPC reconnects by itself, so every response is checked, except
+        those without a header (to Defragment)."""
+        if header.cluster_id not in (0, self._cluster_id):
+            member.is_checked = False
+            raise StoreUnavailableError(
+                f"etcd at {member.endpoint}: belongs to etcd cluster {header.cluster_id:x} instead of "
+                f"{self._cluster_id:x}, which this process has used so far",
+                hint="if the store was restored into the other cluster, restart this process",
+            )
+
     async def close(self) -> None:
         """Idempotent. Pending calls fail with StoreUnavailableError."""
         self.is_closed = True
@@ -243,7 +271,7 @@ class EtcdChannels:
         self._check_channel_open(member)
         # In this order: a deprioritized member may still be connected.
         if not member.is_checked_and_connected():
-            await self._check_member_version(member, deadline_s)
+            await self._check_member(member, deadline_s)
             self._check_channel_open(member)
         if self._address.user and not self._login_token:
             await self._log_in(member, deadline_s)
@@ -257,15 +285,17 @@ class EtcdChannels:
                 "certificate files of the store have changed"
             )
 
-    async def _check_member_version(self, member: EtcdMember, deadline_s: float) -> None:
+    async def _check_member(self, member: EtcdMember, deadline_s: float) -> None:
         remaining_s = max(0.001, min(MEMBER_PROBE_TIMEOUT_S, deadline_s - self._now_s()))
         status = await self.await_translating_channel_close(
             member, member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
         )
         check_etcd_version(status.version, endpoint=member.endpoint)
-        if not member.is_version_checked:
+        self._cluster_id = self._cluster_id or status.header.cluster_id
+        self.check_cluster(member, status.header)
+        if not member.is_checked:
             log.info("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
-        member.is_version_checked = True
+        member.is_checked = True
 
     async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
         request = rpc_pb2.AuthenticateRequest(name=self._address.user, password=self._secrets.password)

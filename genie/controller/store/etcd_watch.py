@@ -128,6 +128,7 @@ class EtcdWatch:
         response = await self._channels.await_translating_channel_close(self._member, stream.read())
         if not isinstance(response, rpc_pb2.WatchResponse):
             raise StoreUnavailableError(f"etcd at {self._endpoint} closed a watch stream")
+        self._channels.check_cluster(self._member, response.header)
         return response
 
     async def _back_off_or_raise_fault(self, fault: GenieError) -> None:

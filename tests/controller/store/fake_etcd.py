@@ -97,8 +97,7 @@ class TcpProxy:
     """A proxy to `target` until it is cut."""
 
     def __init__(self, target: str) -> None:
-        host, port = target.rsplit(":", 1)
-        self._target = (host, int(port))
+        self._target = target
         self._server: asyncio.Server | None = None
         self._relays: set[asyncio.Task[None]] = set()
         self.connections = 0
@@ -119,6 +118,14 @@ class TcpProxy:
         """Rejects new connections and closes the open ones."""
         assert self._server is not None
         self._server.close()
+        await self._close_connections()
+
+    async def redirect(self, target: str) -> None:
+        """Closes the open connections; new ones are to `target`."""
+        self._target = target
+        await self._close_connections()
+
+    async def _close_connections(self) -> None:
         for relay in list(self._relays):
             relay.cancel()
         if self._relays:
@@ -129,7 +136,8 @@ class TcpProxy:
         assert task is not None
         self._relays.add(task)
         self.connections += 1
-        there_reader, there_writer = await asyncio.open_connection(*self._target)
+        host, port = self._target.rsplit(":", 1)
+        there_reader, there_writer = await asyncio.open_connection(host, int(port))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_pump(reader, there_writer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -94,6 +94,44 @@ async def test_unreachable_endpoint_is_skipped(etcd_server: EtcdServer) -> None:
     store = await EtcdStore.open(f"etcd://127.0.0.1:{dead},{etcd_server.endpoint}?namespace=/dead/")
     assert (await store.commit([], [Put("a", b"")])).succeeded
     await store.close()
+
+
+@pytest.fixture
+def other_etcd_server(tmp_path: Path) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path / "other")
+    server.start()
+    yield server
+    server.stop()
+
+
+async def test_member_of_another_etcd_cluster_is_not_used(
+    etcd_server: EtcdServer, other_etcd_server: EtcdServer
+) -> None:
+    """As after a restore at the same endpoint while this process runs; gRPC reconnects by itself."""
+    namespace = "namespace=/cluster-id/"
+    async with TcpProxy(etcd_server.endpoint) as proxy:
+        store = await EtcdStore.open(f"etcd://{proxy.endpoint}?{namespace}")
+        lease = await store.grant_lease(60)
+        async with store.watch("k", after_revision=(await store.range("k")).revision) as events:
+            first = await store.commit([], [Put("k", b"first")])
+            assert (await anext(events)).revision == first.revision
+            await proxy.redirect(other_etcd_server.endpoint)
+            for call in (
+                store.get("k", timeout_s=1.0),
+                store.keep_alive(lease, timeout_s=1.0),
+                store.commit([], [Put("k", b"second")], timeout_s=1.0),
+            ):
+                with pytest.raises(StoreUnavailableError, match=r"belongs to etcd cluster \w+ instead of"):
+                    await call
+            await proxy.redirect(etcd_server.endpoint)
+            found = await store.get("k")
+            assert found is not None and found.value == b"first"
+            last = await store.commit([], [Put("k", b"last")])
+            assert (await anext(events)).revision == last.revision
+        await store.close()
+    there = await EtcdStore.open(f"{other_etcd_server.url}?{namespace}")
+    assert (await there.range("")).items == ()
+    await there.close()
 
 
 async def test_keys_are_under_the_namespace_and_other_keys_are_hidden(etcd_server: EtcdServer) -> None:
