@@ -15,12 +15,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.faults.machines import FaultCluster, Machine
-from tests.faults.store_history import fetch_member_statuses
+from tests.faults.store_history import fetch_member_statuses, find_etcd_problem
 from tests.faults.workload import Workload
 
 LOSS_PERCENT = 10
 CLOCK_STEP_S = 3600
 BURST_SUBMISSIONS = 40
+ETCD_LEADER_TIMEOUT_S = 30.0
+_POLL_S = 0.25
 _STORM_ROUNDS = 3
 _STORM_INTERVAL_S = 2.0
 _BURST_LEAD_S = 0.2
@@ -67,11 +69,19 @@ class Fault:
     hold_s: float
 
 
-async def find_etcd_leader(cluster: FaultCluster) -> Machine | None:
-    """The server with the leader of etcd; None while there is no leader."""
-    statuses = await fetch_member_statuses(cluster.servers)
-    leaders = {status.info.name for status in statuses if status.is_leader}
-    return next((server for server in cluster.servers if server.name in leaders), None)
+async def wait_etcd_leader(cluster: FaultCluster) -> Machine:
+    """The server with the leader of etcd; waits until there is one. Raises RuntimeError after
+    ETCD_LEADER_TIMEOUT_S."""
+    deadline_s = time.monotonic() + ETCD_LEADER_TIMEOUT_S
+    while True:
+        statuses = await fetch_member_statuses(cluster.servers)
+        leaders = [each.info.name for each in statuses if each.is_leader]
+        if len(leaders) == 1:
+            return next(server for server in cluster.servers if server.name == leaders[0])
+        if time.monotonic() > deadline_s:
+            found = find_etcd_problem(statuses, members=len(cluster.servers))
+            raise RuntimeError(f"etcd has no leader after {ETCD_LEADER_TIMEOUT_S:g} s: {found}")
+        await asyncio.sleep(_POLL_S)
 
 
 # --- killed and suspended processes -------------------------------------------------------------

@@ -15,14 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from genie.cluster.client import open_client
-from genie.errors import GenieError
+from genie.errors import GenieError, StoreError
 from genie.model.job import JobState
 from genie.model.node import NodeStatus
-from tests.faults.checks import FaultWindow, Records, find_violations, last_jobs, read_job_events
-from tests.faults.faults import Fault, FaultTargets, Injection, find_etcd_leader
+from tests.faults.checks import (
+    FaultWindow,
+    JobEvent,
+    Records,
+    find_violations,
+    last_jobs,
+    read_job_events,
+)
+from tests.faults.faults import Fault, FaultTargets, Injection, wait_etcd_leader
 from tests.faults.machines import FaultCluster, Machine
 from tests.faults.namespaces import MachineNetwork
-from tests.faults.store_history import fetch_member_statuses, fetch_revision, read_revisions
+from tests.faults.store_history import (
+    Revision,
+    fetch_member_statuses,
+    fetch_revision,
+    find_etcd_problem,
+    read_revisions,
+)
 from tests.faults.workload import Workload, encode_history
 from tests.linearizability.checker import SearchLimitExceededError, check_linearizable
 from tests.linearizability.models import JOBS
@@ -136,8 +149,7 @@ class FaultRound:
 
     async def _inject(self, fault: Fault, result: FaultResult) -> None:
         leader = await self._cluster.find_leader()
-        etcd_leader = await find_etcd_leader(self._cluster)
-        assert etcd_leader is not None, "etcd has no leader"
+        etcd_leader = await wait_etcd_leader(self._cluster)
         result.leader = leader.name
         first_revision = await fetch_revision(leader)
         targets = FaultTargets(
@@ -250,8 +262,8 @@ class FaultRound:
             if node is None or node.status is not NodeStatus.HEALTHY or node.closed:
                 return f"node {machine.name} is {node and (node.status, node.status_reason, node.closed)}"
         members = await fetch_member_statuses(self._cluster.servers)
-        unhealthy = [f"{each.info.name}: {each.problem}" for each in members if each.problem]
-        return "" if len(members) == 3 and not unhealthy else f"etcd members: {unhealthy or len(members)}"
+        problem = find_etcd_problem(members, members=len(self._cluster.servers))
+        return f"etcd: {problem}" if problem else ""
 
     def _sample_leader_tokens(self) -> None:
         for machine in self._cluster.machines:
@@ -273,17 +285,14 @@ class FaultRound:
 
     async def _check(self) -> None:
         self._sample_leader_tokens()
-        revisions = await read_revisions(self._cluster.servers[0])
         events = read_job_events(self._cluster.folder / "events")
-        records = Records(
-            revisions,
-            events,
-            self._workload.accepted,
-            frozenset(self._workload.unaccepted),
-            self._windows,
-            self._leader_tokens,
-        )
-        self._violations += find_violations(records)
+        revisions: list[Revision] = []
+        try:
+            revisions = await read_revisions(self._cluster.servers[0])
+        except StoreError as error:
+            self._violations.append(f"the history of the store was not checked: {error}")
+        else:
+            self._check_records(revisions, events)
         try:
             counterexample = check_linearizable(JOBS, self._workload.history)
         except SearchLimitExceededError as error:
@@ -296,6 +305,17 @@ class FaultRound:
             file=sys.stderr,
             flush=True,
         )
+
+    def _check_records(self, revisions: list[Revision], events: list[JobEvent]) -> None:
+        records = Records(
+            revisions,
+            events,
+            self._workload.accepted,
+            frozenset(self._workload.unaccepted),
+            self._windows,
+            self._leader_tokens,
+        )
+        self._violations += find_violations(records)
 
     def write_results(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

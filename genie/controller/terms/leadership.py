@@ -16,7 +16,7 @@ import msgspec
 from genie.config import ControllerConfig
 from genie.controller.blobs.replication import BlobReplication
 from genie.controller.change_notifier import wait_event
-from genie.controller.election import Election, StoreHealth
+from genie.controller.election import Election, LeaderRecord, StoreHealth
 from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.agents import Agents
 from genie.controller.nodes.releases import ServerReleases
@@ -87,6 +87,7 @@ class Leadership:
         self._ca_pin = ca_pin
         self._write_local_access_files = write_local_access_files
         self._has_term_begun = False
+        self._logged_leader: LeaderRecord | None = None
 
     async def campaign_and_lead_forever(self) -> None:
         """Campaign, lead a term, and campaign again, until cancelled."""
@@ -100,6 +101,7 @@ class Leadership:
             other = self._election.leader
             if self._store_health.is_ok and other is not None and other.name != self._controller_name:
                 self._ledger.mark_outdated()
+                self._log_new_leader(other)
                 self._standby_requests.follow(other.address)
                 await self._write_local_access_files()
             self._ready_event.set()
@@ -116,8 +118,15 @@ class Leadership:
             return False
         if not await wait_event(self._leader_lost_event, clock=self._clock, timeout_s=interval_s):
             return False
+        _log.info("the leader has resigned or its lease has expired: trying to lead")
+        self._logged_leader = None
         await self._clock.sleep(_CAMPAIGN_SPREAD_S * self._random_bytes(1)[0] / 256)
         return True
+
+    def _log_new_leader(self, leader: LeaderRecord) -> None:
+        if leader != self._logged_leader:
+            self._logged_leader = leader
+            _log.info("standby: controller %s at %s leads", leader.name, leader.address)
 
     async def _try_begin_term(self) -> bool:
         try:
@@ -132,6 +141,7 @@ class Leadership:
             else:
                 self._campaign.record_failure(error)
             return False
+        self._logged_leader = None
         _log.info("became leader, fencing token %d", self._election.fencing_token)
         return True
 

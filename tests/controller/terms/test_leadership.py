@@ -82,6 +82,31 @@ async def test_standby_leads_when_the_leader_key_is_deleted_without_waiting_for_
         assert await advance_until_standby_leads(clock, two) <= SPREAD_S + 2 * STEP_S
 
 
+async def test_log_of_a_standby_names_the_leader_and_says_when_it_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = "genie.controller.terms.leadership"
+    caplog.set_level("INFO", logger=logger)
+    clock = FakeClock()
+
+    def messages() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == logger]
+
+    async with leader_and_standby(tmp_path, clock) as (one, two, _):
+        assert one.controller is not None and two.controller is not None
+        assert messages()[-1] == f"standby: controller one at {one.controller.address} leads"
+        await wait_until_standby_watches(two, clock)
+        caplog.clear()
+        await stop_polls(clock, monkeypatch)
+        assert not messages()  # the polls have found the same leader
+        await one.stop()
+        await advance_until_standby_leads(clock, two)
+        assert messages()[0] == "the leader has resigned or its lease has expired: trying to lead"
+        assert messages()[1].startswith("became leader, fencing token ")
+        await one.start()
+        assert messages()[-1] == f"standby: controller two at {two.controller.address} leads"
+
+
 async def test_standby_does_not_announce_itself_again_before_it_leads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
