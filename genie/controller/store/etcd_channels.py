@@ -294,7 +294,7 @@ class EtcdChannels:
         self._cluster_id = self._cluster_id or status.header.cluster_id
         self.check_cluster(member, status.header)
         if not member.is_checked:
-            log.info("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
+            log.debug("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
         member.is_checked = True
 
     async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
