@@ -324,11 +324,12 @@ class InnocentTenantChecker:
 
 
 class LeadershipChecker:
-    """Checks that there is a leader soon after a controller can lead: it is up, and reaches its store."""
+    """Checks that there is a leader soon after a controller can lead: it is up, and reaches its store. A lost
+    reply of the store interrupts its attempt to lead."""
 
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
-        self._able_to_lead_since_s: dict[str, tuple[Controller, float]] = {}
+        self._able_to_lead_since_s: dict[str, tuple[tuple[Controller, int], float]] = {}
 
     async def check_periodically(self) -> None:
         led_s = self._cluster.world.now_s
@@ -348,8 +349,9 @@ class LeadershipChecker:
         for host in self._cluster.controller_hosts:
             controller = self._cluster.controller_able_to_lead(host)
             if controller is not None:
+                attempt = (controller, self._cluster.store_of(host).lost_commit_reply_count)
                 known, since_s = before.get(host, (None, now_s))
-                self._able_to_lead_since_s[host] = (controller, since_s if known is controller else now_s)
+                self._able_to_lead_since_s[host] = (attempt, since_s if known == attempt else now_s)
         return min((since_s for _, since_s in self._able_to_lead_since_s.values()), default=now_s)
 
 

@@ -70,6 +70,7 @@ class MemoryStore:
         self._link = link
         self._is_available = True
         self._commit_replies_to_lose = 0
+        self.lost_commit_reply_count = 0
         self._call_delay_s = self._range_delay_s = 0.0
         self._is_closed = False
         memory.client_count += 1
@@ -152,6 +153,7 @@ class MemoryStore:
         await self._simulate_reply(timeout_s)
         if self._commit_replies_to_lose:
             self._commit_replies_to_lose -= 1
+            self.lost_commit_reply_count += 1
             raise StoreUnavailableError("the memory store lost the reply (injected fault)")
         return result
 
