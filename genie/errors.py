@@ -279,6 +279,12 @@ class StoreAccessError(StoreUnavailableError):
     code = "store.unavailable.access"
 
 
+class OtherStoreClusterError(StoreUnavailableError):
+    """A member of another etcd cluster than that of this process has responded."""
+
+    code = "store.unavailable.other_cluster"
+
+
 class StoreFullError(StoreError):
     code = "store.full"
     retryable = True

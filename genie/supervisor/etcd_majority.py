@@ -93,7 +93,7 @@ async def _check_no_other_cluster(member: LocalMember, *, state_dir: Path) -> No
     if not member.etcd_cluster_id:
         return
     found = await asyncio.gather(
-        *(_fetch_cluster_id(member, endpoint, state_dir=state_dir) for endpoint in member.endpoints)
+        *(_fetch_cluster_id(endpoint, state_dir=state_dir) for endpoint in member.endpoints)
     )
     for endpoint, cluster_id in zip(member.endpoints, found, strict=True):
         if cluster_id not in ("", member.etcd_cluster_id):
@@ -113,7 +113,7 @@ def _format_join_again(state_dir: Path) -> str:
     return f"remove {removed}, and run 'genie join --server'"
 
 
-async def _fetch_cluster_id(member: LocalMember, endpoint: str, *, state_dir: Path) -> str:
+async def _fetch_cluster_id(endpoint: str, *, state_dir: Path) -> str:
     """The ID of the etcd cluster of the member at this endpoint; empty if it does not respond in time."""
     from genie.controller.etcd.membership import open_etcd_cluster  # late: needs gRPC
 
@@ -149,7 +149,7 @@ async def _describe_missing_members(member: LocalMember) -> str:
 async def _can_read(member: LocalMember, *, state_dir: Path) -> bool:
     from genie.controller.store.etcd import EtcdStore  # late: needs gRPC
 
-    address = replace(member, endpoints=()).address(state_dir)
+    address = make_managed_etcd_address((member.endpoint,), state_dir=state_dir)
     try:
         store = await EtcdStore.open_address(address, timeout_s=_READ_TIMEOUT_S)
         try:

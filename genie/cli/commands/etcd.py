@@ -107,7 +107,7 @@ def _open_cluster(settings: Settings) -> AbstractAsyncContextManager[EtcdCluster
     from genie.controller.etcd.membership import open_etcd_cluster
 
     member = _read_local_member(settings)
-    return open_etcd_cluster(member.address(settings.paths.state_dir), cluster_id=member.etcd_cluster_id)
+    return open_etcd_cluster(member.address(settings.paths.state_dir))
 
 
 async def _fetch_member_statuses(settings: Settings) -> tuple[MemberStatus, ...]:

@@ -71,7 +71,7 @@ class LocalMember:
             controller_port=int(body["controller_port"]),
             endpoints=tuple(str(endpoint) for endpoint in body["endpoints"]),
             runs_agent=bool(body.get("runs_agent", True)),
-            etcd_cluster_id=str(body.get("etcd_cluster_id", "")),
+            etcd_cluster_id=_parse_cluster_id(body.get("etcd_cluster_id", "")),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +110,13 @@ class LocalMember:
 
     def address(self, state_dir: Path) -> EtcdAddress:
         """The cluster as clients of this machine see it: its own member first."""
-        return make_managed_etcd_address((self.endpoint, *self.endpoints), state_dir=state_dir)
+        address = make_managed_etcd_address((self.endpoint, *self.endpoints), state_dir=state_dir)
+        return replace(address, cluster_id=self.etcd_cluster_id)
+
+
+def _parse_cluster_id(value: object) -> str:
+    text = str(value)
+    return f"{int(text, 16):x}" if text else ""
 
 
 def make_managed_etcd_address(endpoints: tuple[str, ...], *, state_dir: Path) -> EtcdAddress:

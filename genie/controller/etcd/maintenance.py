@@ -62,10 +62,7 @@ class EtcdMaintenance:
         if member is None:
             return
         is_renewed = self._renew_certificate_if_due()
-        opening = open_etcd_cluster(
-            member.address(self._state_dir), clock=self._clock, cluster_id=member.etcd_cluster_id
-        )
-        async with opening as cluster:
+        async with open_etcd_cluster(member.address(self._state_dir), clock=self._clock) as cluster:
             found = await cluster.list_members()
             known = member.with_endpoints({each.endpoint for each in found if each.endpoint})
             if known != member:

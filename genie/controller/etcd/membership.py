@@ -21,11 +21,16 @@ from genie.controller.store.etcd_address import EtcdAddress
 from genie.controller.store.etcd_channels import EtcdChannels, EtcdMember, EtcdResponse
 from genie.controller.store.etcd_errors import NO_LEADER_MESSAGE
 from genie.controller.store.etcd_proto import rpc_pb2
-from genie.errors import GenieError, StoreAccessError, StoreError, StoreUnavailableError
+from genie.errors import (
+    GenieError,
+    OtherStoreClusterError,
+    StoreAccessError,
+    StoreError,
+    StoreUnavailableError,
+)
 from genie.processes.clock import Clock, SystemClock
 
 ETCD_CALL_TIMEOUT_S = 5.0
-OTHER_CLUSTER_PROBLEM = "belongs to another etcd cluster"
 _STATUS_TIMEOUT_S = 2.0
 _DEFRAGMENT_TIMEOUT_S = 120.0
 _TRANSIENT_ERROR_RETRY_S = 0.2
@@ -81,43 +86,32 @@ class MemberStatus:
 class EtcdCluster:
     """Created by `open_etcd_cluster` inside the running event loop."""
 
-    def __init__(
-        self, address: EtcdAddress, channels: EtcdChannels, clock: Clock, *, cluster_id: str
-    ) -> None:
+    def __init__(self, address: EtcdAddress, channels: EtcdChannels, clock: Clock) -> None:
         self._address = address
         self._channels = channels
         self._clock = clock
-        self._cluster_id = cluster_id
 
     async def list_members(
         self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S, linearizable: bool = True
     ) -> tuple[MemberInfo, ...]:
         """Without `linearizable`, the list as the first member that responds knows it, also without a
-        majority. Raises StoreUnavailableError if only a member of another cluster has responded."""
+        majority."""
         response = await self._fetch_member_list(timeout_s=timeout_s, linearizable=linearizable)
         return _to_member_infos(response.members)
 
     async def fetch_cluster_id(self, *, timeout_s: float = ETCD_CALL_TIMEOUT_S) -> str:
         """The ID that etcd gave the cluster when it was created, in hexadecimal digits."""
         response = await self._fetch_member_list(timeout_s=timeout_s, linearizable=False)
-        return _format_cluster_id(response.header)
+        return f"{response.header.cluster_id:x}"
 
     async def _fetch_member_list(self, *, timeout_s: float, linearizable: bool) -> rpc_pb2.MemberListResponse:
-        response = await self._call_any_member(
+        return await self._call_any_member(
             lambda member: member.cluster_stub.MemberList,
             rpc_pb2.MemberListRequest(linearizable=linearizable),
             action="list members",
             timeout_s=timeout_s,
             requires_leader=linearizable,
         )
-        if self._is_of_other_cluster(response.header):
-            raise StoreUnavailableError(
-                f"could not list the etcd members: the one that responded {OTHER_CLUSTER_PROBLEM}"
-            )
-        return response
-
-    def _is_of_other_cluster(self, header: rpc_pb2.ResponseHeader) -> bool:
-        return self._cluster_id not in ("", _format_cluster_id(header))
 
     async def add_learner(
         self, peer_url: str, *, timeout_s: float
@@ -214,10 +208,11 @@ class EtcdCluster:
                     timeout_s=_STATUS_TIMEOUT_S,
                     requires_leader=False,
                 )
+        except OtherStoreClusterError:
+            problem = "belongs to another etcd cluster"
+            return MemberStatus(info=member, problem=problem, belongs_to_other_cluster=True)
         except GenieError as error:
             return MemberStatus(info=member, problem=_shorten_problem(error))
-        if self._is_of_other_cluster(status.header):
-            return MemberStatus(info=member, problem=OTHER_CLUSTER_PROBLEM, belongs_to_other_cluster=True)
         return MemberStatus(
             info=member,
             version=status.version,
@@ -268,19 +263,14 @@ class EtcdCluster:
 
 @asynccontextmanager
 async def open_etcd_cluster(
-    address: EtcdAddress, *, clock: Clock | None = None, cluster_id: str = ""
+    address: EtcdAddress, *, clock: Clock | None = None
 ) -> AsyncIterator[EtcdCluster]:
-    """With `cluster_id`, members of another etcd cluster at these endpoints are recognized."""
     clock = clock or SystemClock()
     channels = EtcdChannels(address, clock=clock)
     try:
-        yield EtcdCluster(address, channels, clock, cluster_id=cluster_id)
+        yield EtcdCluster(address, channels, clock)
     finally:
         await channels.close()
-
-
-def _format_cluster_id(header: rpc_pb2.ResponseHeader) -> str:
-    return f"{header.cluster_id:x}"
 
 
 def _shorten_problem(error: GenieError) -> str:

@@ -37,6 +37,8 @@ class EtcdAddress:
     namespace: str = DEFAULT_NAMESPACE
     server_name: str = ""
     """Name that the servers' certificates must have; empty: the host of the endpoint."""
+    cluster_id: str = ""
+    """ID of the etcd cluster in hexadecimal digits; empty: that of the first member that responds."""
 
     def __str__(self) -> str:
         return f"{'etcds' if self.uses_tls else 'etcd'}://{','.join(self.endpoints)}"

@@ -1,11 +1,11 @@
 """gRPC channels to the endpoints of one etcd cluster: endpoint selection, login and retries.
 
 An endpoint is used only after its version was checked on this connection, and that it belongs to the etcd
-cluster that was used first: after a restore, two clusters can have members at known endpoints. If TLS or the
-login fails, the files that the URL names are read again, so that a replaced certificate or password takes
-effect: a password from the next login on, certificates on new channels, and pending calls on the old ones
-fail. Reads are retried on another endpoint. A write is sent once: if its response is lost, it is unknown
-whether it was applied, and a retry could conflict with itself.
+cluster of the address, or to the one that was used first: after a restore, two clusters can have members at
+known endpoints. If TLS or the login fails, the files that the URL names are read again, so that a replaced
+certificate or password takes effect: a password from the next login on, certificates on new channels, and
+pending calls on the old ones fail. Reads are retried on another endpoint. A write is sent once: if its
+response is lost, it is unknown whether it was applied, and a retry could conflict with itself.
 
 The calls are in etcd.py, the watch stream in etcd_watch.py.
 """
@@ -27,13 +27,14 @@ from genie.controller.store.etcd_address import EtcdAddress, read_parameter_file
 from genie.controller.store.etcd_errors import (
     NO_LEADER_MESSAGE,
     check_etcd_version,
+    is_rejected_by_learner,
     is_tls_failure,
     is_token_rejected,
     to_genie_error,
     without_grpc_address,
 )
 from genie.controller.store.etcd_proto import rpc_pb2, rpc_pb2_grpc
-from genie.errors import ConfigError, StoreAccessError, StoreUnavailableError
+from genie.errors import ConfigError, OtherStoreClusterError, StoreAccessError, StoreUnavailableError
 from genie.processes.call_thread import DaemonPool
 from genie.processes.clock import Clock
 
@@ -101,8 +102,8 @@ class EtcdChannels:
         self._clock = clock
         self._secrets = _read_secrets(address)
         self._members = self._open_members()
-        self._cluster_id = 0
-        """Of the member that responded first; 0 before."""
+        self._cluster_id = int(address.cluster_id or "0", 16)
+        """0 until a member has responded, if the address has none."""
         self._login_token = ""
         self._secrets_read_threads = DaemonPool(1, name="genie-etcd-files")
         self._secrets_read_at_s = -math.inf
@@ -174,6 +175,7 @@ class EtcdChannels:
         while True:
             self.check_channels_open()
             reasons: dict[str, str] = {}
+            of_other_clusters: list[OtherStoreClusterError] = []
             members = self._members
             for member in list(members):
                 try:
@@ -183,23 +185,19 @@ class EtcdChannels:
                     self.check_channels_open()
                     reasons[member.endpoint] = error.details() or error.code().name
                     self.move_member_to_end(member)
-                except StoreAccessError:
-                    raise
-                except StoreUnavailableError as error:
-                    if self.is_closed:
+                except OtherStoreClusterError as error:
+                    of_other_clusters.append(error)
+                    reasons[member.endpoint] = error.message.removeprefix(f"etcd at {member.endpoint}: ")
+                    self.move_member_to_end(member)
+                except StoreUnavailableError:
+                    if not member.is_replaced or self.is_closed:
                         raise
-                    if not member.is_replaced:
-                        reasons[member.endpoint] = error.message.removeprefix(f"etcd at {member.endpoint}: ")
-                        self.move_member_to_end(member)
                 if members is not self._members:
                     break
             else:
                 await self._raise_if_all_failed_on_tls(reasons, deadline_s)
             if self._now_s() + CALL_RETRY_INTERVAL_S >= deadline_s:
-                raise StoreUnavailableError(
-                    f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
-                    hint="is etcd running and reachable?",
-                )
+                raise _make_unreachable_error(reasons, of_other_clusters)
             await self._clock.sleep(CALL_RETRY_INTERVAL_S)
 
     async def replace_address(self, address: EtcdAddress) -> None:
@@ -245,14 +243,16 @@ class EtcdChannels:
             raise
 
     def check_cluster(self, member: EtcdMember, header: rpc_pb2.ResponseHeader) -> None:
-        """Raises StoreUnavailableError if the member that sent this header belongs to another etcd cluster
-        than the first one that responded. gRPC reconnects by itself, so every response is checked, except
-        those without a header (to Defragment)."""
+        """Raises OtherStoreClusterError if the member that sent this header belongs to another etcd cluster.
+
+        gRPC reconnects by itself, so every response is checked, except those without a header (to
+        Defragment). A write that was sent while the connection was replaced may have been applied there: that
+        of a leader fails on its fencing token, and a campaign on its lease, which does not exist there."""
         if header.cluster_id not in (0, self._cluster_id):
             member.is_checked = False
-            raise StoreUnavailableError(
+            raise OtherStoreClusterError(
                 f"etcd at {member.endpoint}: belongs to etcd cluster {header.cluster_id:x} instead of "
-                f"{self._cluster_id:x}, which this process has used so far",
+                f"{self._cluster_id:x}, which this process uses",
                 hint="if the store was restored into the other cluster, restart this process",
             )
 
@@ -286,6 +286,7 @@ class EtcdChannels:
             )
 
     async def _check_member(self, member: EtcdMember, deadline_s: float) -> None:
+        member.is_checked = False  # for concurrent calls: the channel may have connected to another server
         remaining_s = max(0.001, min(MEMBER_PROBE_TIMEOUT_S, deadline_s - self._now_s()))
         status = await self.await_translating_channel_close(
             member, member.maintenance_stub.Status(rpc_pb2.StatusRequest(), timeout=remaining_s)
@@ -293,8 +294,7 @@ class EtcdChannels:
         check_etcd_version(status.version, endpoint=member.endpoint)
         self._cluster_id = self._cluster_id or status.header.cluster_id
         self.check_cluster(member, status.header)
-        if not member.is_checked:
-            log.debug("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
+        log.debug("store %s: endpoint %s is etcd %s", self._address, member.endpoint, status.version)
         member.is_checked = True
 
     async def _log_in(self, member: EtcdMember, deadline_s: float) -> None:
@@ -318,6 +318,9 @@ class EtcdChannels:
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
         if lost:
             self.move_member_to_end(member)
+        if is_rejected_by_learner(error):
+            self.move_member_to_end(member)
+            return True
         # Without a leader, the member rejects the request before applying it.
         return lost and (idempotent or error.details() == NO_LEADER_MESSAGE)
 
@@ -440,3 +443,14 @@ def _read_secrets(address: EtcdAddress) -> _Secrets:
 
 def _format_failure_reasons(reasons: dict[str, str]) -> str:
     return "; ".join(f"{endpoint}: {without_grpc_address(reason)}" for endpoint, reason in reasons.items())
+
+
+def _make_unreachable_error(
+    reasons: dict[str, str], of_other_clusters: list[OtherStoreClusterError]
+) -> StoreUnavailableError:
+    if of_other_clusters and len(of_other_clusters) == len(reasons):
+        return of_other_clusters[0]
+    return StoreUnavailableError(
+        f"could not reach any etcd endpoint: {_format_failure_reasons(reasons)}",
+        hint=of_other_clusters[0].hint if of_other_clusters else "is etcd running and reachable?",
+    )

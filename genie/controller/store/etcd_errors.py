@@ -24,6 +24,7 @@ from genie.errors import (
 )
 
 NO_LEADER_MESSAGE = "etcdserver: no leader"
+_LEARNER_MESSAGE = "rpc not supported for learner"
 _REJECTED_TOKEN_MESSAGES = ("invalid auth token", "revision of auth store is old", "user name is empty")
 # Texts of gRPC itself: TSI is its TLS layer; the last one is about files without a certificate or key.
 _TLS_FAILURE_MESSAGES = (
@@ -67,6 +68,8 @@ def to_genie_error(
             )
         case grpc.StatusCode.UNIMPLEMENTED:
             return StoreVersionError(f"{message}; this is not the etcd v3 API", hint=_INSTALL_HINT)
+        case grpc.StatusCode.FAILED_PRECONDITION if is_rejected_by_learner(error):
+            return StoreUnavailableError(message)
         case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.INVALID_ARGUMENT:
             return StoreError(message)
         case _:
@@ -82,6 +85,12 @@ def without_grpc_address(text: str) -> str:
 def is_token_rejected(error: grpc.aio.AioRpcError) -> bool:
     """True if the login token is no longer valid. etcd checks it first, so the call can be retried."""
     return any(known in (error.details() or "") for known in _REJECTED_TOKEN_MESSAGES)
+
+
+def is_rejected_by_learner(error: grpc.aio.AioRpcError) -> bool:
+    """True if the member does not vote yet; it rejects requests before applying them. The status is
+    UNAVAILABLE up to etcd 3.5, FAILED_PRECONDITION from 3.6 on."""
+    return _LEARNER_MESSAGE in (error.details() or "")
 
 
 def is_watch_denied(reason: str) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from genie.controller.etcd.membership import open_etcd_cluster
 from genie.controller.store import Compare, Delete, Put, WatchEvent
 from genie.controller.store.etcd import EtcdStore
+from genie.controller.store.etcd_address import parse_etcd_url
 from genie.controller.store.etcd_errors import check_etcd_version, without_grpc_address
 from genie.controller.store.etcd_proto import kv_pb2, rpc_pb2
 from genie.errors import (
     CompactedError,
     LeaseLostError,
+    OtherStoreClusterError,
     StoreCorruptError,
     StoreError,
     StoreFullError,
@@ -116,13 +120,13 @@ async def test_member_of_another_etcd_cluster_is_not_used(
             first = await store.commit([], [Put("k", b"first")])
             assert (await anext(events)).revision == first.revision
             await proxy.redirect(other_etcd_server.endpoint)
-            for call in (
-                store.get("k", timeout_s=1.0),
-                store.keep_alive(lease, timeout_s=1.0),
-                store.commit([], [Put("k", b"second")], timeout_s=1.0),
-            ):
-                with pytest.raises(StoreUnavailableError, match=r"belongs to etcd cluster \w+ instead of"):
-                    await call
+            for key in ("during", "after"):
+                commits = [store.commit([], [Put(f"{key}{n}", b"")], timeout_s=1.0) for n in range(20)]
+                alive = store.keep_alive(lease, timeout_s=1.0)
+                errors = await asyncio.gather(alive, *commits, return_exceptions=True)
+                assert [type(each) for each in errors if not isinstance(each, StoreUnavailableError)] == []
+            with pytest.raises(OtherStoreClusterError, match=r"belongs to etcd cluster \w+ instead of"):
+                await store.get("k", timeout_s=1.0)
             await proxy.redirect(etcd_server.endpoint)
             found = await store.get("k")
             assert found is not None and found.value == b"first"
@@ -130,7 +134,28 @@ async def test_member_of_another_etcd_cluster_is_not_used(
             assert (await anext(events)).revision == last.revision
         await store.close()
     there = await EtcdStore.open(f"{other_etcd_server.url}?{namespace}")
-    assert (await there.range("")).items == ()
+    # One that was sent while the connection was replaced may arrive, and its caller gets an error.
+    assert [item.key for item in (await there.range("")).items if not item.key.startswith("during")] == []
+    await there.close()
+
+
+async def test_cluster_id_of_the_address_decides_which_members_are_used(
+    etcd_server: EtcdServer, other_etcd_server: EtcdServer
+) -> None:
+    """Also if the member of the own cluster does not respond when the process starts."""
+    own = parse_etcd_url(f"etcd://{etcd_server.endpoint}?namespace=/cluster-id-2/")
+    async with open_etcd_cluster(own) as cluster:
+        address = replace(own, cluster_id=await cluster.fetch_cluster_id())
+    (closed_port,) = free_ports(1)
+    lost = replace(address, endpoints=(f"127.0.0.1:{closed_port}", other_etcd_server.endpoint))
+    with pytest.raises(StoreUnavailableError, match=r"belongs to etcd cluster .* restart this process"):
+        await EtcdStore.open_address(lost, timeout_s=1.0)
+    both = replace(address, endpoints=(other_etcd_server.endpoint, etcd_server.endpoint))
+    store = await EtcdStore.open_address(both)
+    await store.commit([], [Put("k", b"own")])
+    await store.close()
+    there = await EtcdStore.open_address(replace(both, endpoints=both.endpoints[:1], cluster_id=""))
+    assert await there.get("k") is None
     await there.close()
 
 
@@ -255,6 +280,19 @@ async def test_commit_whose_response_was_lost_is_not_retried(
     with pytest.raises(StoreUnavailableError, match="may have been applied"):
         await fake_store.commit([Compare("a", 0)], [Put("a", b"")])
     assert fake_etcd.calls == ["Txn"]
+
+
+@pytest.mark.parametrize("code", [UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
+async def test_commit_rejected_by_a_learner_is_retried(
+    code: grpc.StatusCode, fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    """The status depends on the version of etcd."""
+    rejection = (code, "etcdserver: rpc not supported for learner")
+    fake_etcd.fail["Txn"] = [rejection]
+    assert (await fake_store.commit([], [Put("a", b"")])).succeeded
+    fake_etcd.fail["Txn"] = [rejection] * 100
+    with pytest.raises(StoreUnavailableError, match="not supported for learner"):
+        await fake_store.commit([], [Put("a", b"")], timeout_s=0.2)
 
 
 async def test_commit_rejected_without_a_leader_is_retried(
