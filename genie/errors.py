@@ -36,7 +36,8 @@ GenieError
 │       └── LoginRefusedError   the host accepts none of our keys
 ├── StoreError                  the store of the controller
 │   ├── StoreUnavailableError   the database does not respond
-│   │   └── StoreAccessError    TLS with the database or the login to it failed
+│   │   ├── StoreAccessError    TLS with the database or the login to it failed
+│   │   └── OtherStoreClusterError  a member of another etcd cluster responded
 │   ├── StoreFullError          no space left on the disk
 │   │   └── BlobSpaceError      the configured space for uploads is used up
 │   ├── StoreCorruptError       stored data is damaged
