@@ -166,26 +166,19 @@ void Connection::LockedRecordWriter::lock_again() {
 }
 
 void Connection::LockedRecordWriter::check_storage_numbers_left(uint64_t count) {
-  if (connection_.free_storage_numbers_.size() + (STORAGES_MAX - connection_.next_storage_number_) >= count)
-    return;
-  connection_.raise_too_many_storages();
+  if (connection_.storage_numbers_.unassigned_count() < count) connection_.raise_too_many_storages();
 }
 
 uint32_t Connection::LockedRecordWriter::assign_storage_number() {
-  uint32_t storage = connection_.take_free_storage_number();
+  uint32_t storage = connection_.assign_storage_number();
   if (connection_.recording_graph_)
     connection_.graph_by_created_storage_[storage] = connection_.recording_graph_;
   return storage;
 }
 
-uint32_t Connection::take_free_storage_number() {
-  if (!free_storage_numbers_.empty()) {
-    uint32_t storage = free_storage_numbers_.back();
-    free_storage_numbers_.pop_back();
-    return storage;
-  }
-  if (next_storage_number_ >= STORAGES_MAX) raise_too_many_storages();
-  return next_storage_number_++;
+uint32_t Connection::assign_storage_number() {
+  if (storage_numbers_.unassigned_count() == 0) raise_too_many_storages();
+  return storage_numbers_.assign();
 }
 
 void Connection::raise_too_many_storages() const {
@@ -194,18 +187,12 @@ void Connection::raise_too_many_storages() const {
 }
 
 uint32_t Connection::LockedRecordWriter::assign_generator_number() {
-  auto& free = connection_.free_generator_numbers_;
-  if (!free.empty()) {
-    uint32_t generator = free.back();
-    free.pop_back();
-    return generator;
-  }
-  if (connection_.next_generator_number_ >= GENERATORS_MAX) {
+  if (connection_.generator_numbers_.unassigned_count() == 0) {
     raise_python_error("device.op_refused", connection_.options_.device_name + ": limit of " +
                                                 std::to_string(GENERATORS_MAX) +
                                                 " generators per session reached");
   }
-  return connection_.next_generator_number_++;
+  return connection_.generator_numbers_.assign();
 }
 
 void Connection::free_generator(uint32_t generator) noexcept {
@@ -221,7 +208,7 @@ void Connection::free_generator(uint32_t generator) noexcept {
 void Connection::write_free_generator(uint32_t generator) {
   next_frame_records_.begin_record(RecordKind::FreeGenerator);
   next_frame_records_.write_u32(generator);
-  free_generator_numbers_.push_back(generator);
+  generator_numbers_.free(generator);
   next_frame_record_count_++;
 }
 
@@ -264,7 +251,7 @@ void Connection::free_storage(uint32_t storage) noexcept {
   auto graph = graph_by_created_storage_.empty() ? graph_by_created_storage_.end()
                                                  : graph_by_created_storage_.find(storage);
   if (graph == graph_by_created_storage_.end()) {
-    free_storage_numbers_.push_back(storage);
+    storage_numbers_.free(storage);
   } else {
     graph->second->freed_created_storages.push_back(storage);  // the graph keeps the number
   }
@@ -487,7 +474,7 @@ ConnectionCounters Connection::counters() {
   std::lock_guard<std::mutex> lock(mutex_);
   ConnectionCounters now = counters_;
   now.templates = templates_.template_count();
-  now.storages = next_storage_number_ - 1 - free_storage_numbers_.size();
+  now.storages = storage_numbers_.assigned_count();
   return now;
 }
 

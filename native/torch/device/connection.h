@@ -29,6 +29,7 @@
 
 #include "../stream.h"
 #include "../wire.h"
+#include "number_pool.h"
 #include "templates.h"
 
 namespace genie {
@@ -247,7 +248,7 @@ class Connection final : public c10::intrusive_ptr_target {
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
   void release_graph_numbers_and_storages(uint32_t graph_number);
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t take_free_storage_number();            // mutex_ held
+  uint32_t assign_storage_number();               // mutex_ held
   void write_free_generator(uint32_t generator);  // mutex_ held
   void queue_records_as_frame();                  // mutex_ held
   void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
@@ -311,14 +312,12 @@ class Connection final : public c10::intrusive_ptr_target {
   uint32_t threads_waiting_for_buffers_ =
       0;  // threads that wait for `reply_being_filled_` or `frame_number_being_written_`
   bool is_send_window_full_ = false;
-  std::vector<uint32_t> free_storage_numbers_;
-  uint32_t next_storage_number_ = 1;
+  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX},
+      graph_numbers_{0, GRAPHS_MAX};
   std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
   std::unordered_map<uint32_t, GraphStorages*> graph_by_created_storage_;  // owner of storage numbers
-  std::vector<uint32_t> free_graph_numbers_;
   std::vector<uint32_t> graphs_to_free_after_recording_,
-      generators_to_free_after_recording_;  // freed when the recording has ended
-  uint32_t next_graph_number_ = 0;
+      generators_to_free_after_recording_;    // freed when the recording has ended
   GraphStorages* recording_graph_ = nullptr;  // one of graph_storages_by_number_
   uint32_t recording_graph_number_ = 0;
   std::atomic<bool> is_recording_{false};
@@ -327,8 +326,6 @@ class Connection final : public c10::intrusive_ptr_target {
       recording_thread_active_at_;  // last use of this connection
   std::string recording_thread_name_;
   double recording_thread_idle_s_max_ = 0;
-  std::vector<uint32_t> free_generator_numbers_;
-  uint32_t next_generator_number_ = 1;
   std::vector<std::vector<uint8_t>> spare_frame_buffers_, large_spare_frame_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;

@@ -55,13 +55,11 @@ bool Connection::is_created_by_recording(uint32_t storage) const {
 uint32_t Connection::begin_graph(const std::string& thread_name, double recording_thread_idle_s_max) {
   check_not_recording("another graph");
   LockedRecordWriter writer(*this);
-  if (free_graph_numbers_.empty() && next_graph_number_ >= GRAPHS_MAX) {
+  if (graph_numbers_.unassigned_count() == 0) {
     raise_python_error("device.op_refused",
                        options_.device_name + ": limit of " + std::to_string(GRAPHS_MAX) + " graphs reached");
   }
-  if (free_graph_numbers_.empty()) free_graph_numbers_.push_back(next_graph_number_++);
-  recording_graph_number_ = free_graph_numbers_.back();
-  free_graph_numbers_.pop_back();
+  recording_graph_number_ = graph_numbers_.assign();
   auto& made = graph_storages_by_number_[recording_graph_number_] = std::make_unique<GraphStorages>();
   recording_graph_ = made.get();
   recording_thread_id_ = std::this_thread::get_id();
@@ -145,9 +143,8 @@ void Connection::release_graph_numbers_and_storages(uint32_t graph_number) {
   graph = std::move(found->second);
   graph_storages_by_number_.erase(found);
   std::erase_if(graph_by_created_storage_, [&](const auto& each) { return each.second == graph.get(); });
-  free_storage_numbers_.insert(free_storage_numbers_.end(), graph->freed_created_storages.begin(),
-                               graph->freed_created_storages.end());
-  free_graph_numbers_.push_back(graph_number);
+  storage_numbers_.free(graph->freed_created_storages);
+  graph_numbers_.free(graph_number);
 }
 
 }  // namespace genie

@@ -186,10 +186,9 @@ void Connection::bind_and_free_unbound_outputs() {
   if (recording_graph_ || is_session_lost_) return;
   while (!unbound_outputs_.empty()) {
     auto [number, count] = unbound_outputs_.back();
-    if (free_storage_numbers_.size() + (STORAGES_MAX - next_storage_number_) < count)
-      return;  // retried later
+    if (storage_numbers_.unassigned_count() < count) return;  // retried later
     std::vector<uint32_t> storages(count);
-    for (uint32_t& storage : storages) storage = take_free_storage_number();
+    for (uint32_t& storage : storages) storage = storage_numbers_.assign();
     next_frame_records_.begin_record(RecordKind::BindOutputs, count);
     next_frame_records_.write_u64(number);
     next_frame_records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
@@ -197,7 +196,7 @@ void Connection::bind_and_free_unbound_outputs() {
       next_frame_records_.begin_record(RecordKind::Free);
       next_frame_records_.write_u32(storage);
     }
-    free_storage_numbers_.insert(free_storage_numbers_.end(), storages.begin(), storages.end());
+    storage_numbers_.free(storages);
     next_frame_record_count_++;
     unbound_outputs_.pop_back();
   }
