@@ -29,6 +29,7 @@
 
 #include "../stream.h"
 #include "../wire.h"
+#include "frame_queue.h"
 #include "number_pool.h"
 #include "templates.h"
 
@@ -93,7 +94,7 @@ class Connection final : public c10::intrusive_ptr_target {
   class LockedRecordWriter {
    public:
     explicit LockedRecordWriter(Connection& connection);
-    WireWriter& records() { return connection_.next_frame_records_; }
+    WireWriter& records() { return connection_.frames_.records(); }
     uint32_t assign_storage_number();
     // Raises unless `count` new storages are available.
     void check_storage_numbers_left(uint64_t count);
@@ -204,15 +205,6 @@ class Connection final : public c10::intrusive_ptr_target {
   void abandon_after_fork(const std::string& reason) noexcept;
 
  private:
-  struct OutgoingFrame {
-    std::vector<uint8_t> bytes;                 // header and payload, or the header alone
-    const uint8_t* external_payload = nullptr;  // payload owned by a thread that waits in send_upload
-    uint64_t external_payload_bytes = 0;
-    uint64_t number = 0;
-    uint64_t sent_bytes = 0;
-    uint64_t size() const { return bytes.size() + external_payload_bytes; }
-  };
-
   // A reply whose header has arrived, but not all of its payload.
   struct IncomingReply {
     ReplyHeader header;
@@ -248,17 +240,15 @@ class Connection final : public c10::intrusive_ptr_target {
       const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
   void release_graph_numbers_and_storages(uint32_t graph_number);
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t assign_storage_number();               // mutex_ held
-  void write_free_generator(uint32_t generator);  // mutex_ held
-  void queue_records_as_frame();                  // mutex_ held
-  void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
-                   bool is_external_payload);          // mutex_ held
-  void send_frames_nowait() noexcept;                  // mutex_ not held
-  void send_frames_up_to(uint64_t last_frame_number);  // mutex_ not held
-  bool try_send_queued_frames();                       // send_mutex_ held; false when the socket is full
-  size_t write_frame_bytes(const uint8_t* data, uint64_t size_bytes);  // likewise
-  static int64_t reply_spin_duration_us();                             // how long to poll before sleeping
-  void wake_sender_thread();                                           // mutex_ held
+  uint32_t assign_storage_number();                        // mutex_ held
+  void write_free_generator(uint32_t generator);           // mutex_ held
+  void queue_records_as_frame();                           // mutex_ held
+  void send_frames_nowait() noexcept;                      // mutex_ not held
+  void send_frames_up_to(uint64_t last_frame_number);      // mutex_ not held
+  bool try_send_queued_frames();                           // send_mutex_ held; false when the socket is full
+  size_t write_frame_bytes(const FrameQueue::Part& part);  // likewise
+  static int64_t reply_spin_duration_us();                 // how long to poll before sleeping
+  void wake_sender_thread();                               // mutex_ held
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
@@ -266,7 +256,6 @@ class Connection final : public c10::intrusive_ptr_target {
   void queue_unbound_outputs(uint64_t reply_number, uint32_t output_count);  // mutex_ held
   void bind_and_free_unbound_outputs();                                      // mutex_ held
   void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
-  bool exceeds_send_window() const;  // mutex_ held
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
   bool try_read_replies_as_reader(int64_t timeout_us);
@@ -276,7 +265,7 @@ class Connection final : public c10::intrusive_ptr_target {
   void mark_lost_by_fatal_reply();                                      // likewise
   void deliver_reply();                                                 // likewise
   void check_acknowledged_frame_count(uint64_t frames_received) const;  // mutex_ held
-  void drop_acknowledged_frames(uint64_t frames_received);              // mutex_ held
+  void acknowledge_frames(uint64_t frames_received);                    // mutex_ held
   void mark_disconnected(const std::string& why) noexcept;
   void resume_connection();
   void update_last_received_time();
@@ -290,14 +279,7 @@ class Connection final : public c10::intrusive_ptr_target {
 
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
-  WireWriter next_frame_records_;
-  uint32_t next_frame_record_count_ = 0;
-  std::deque<OutgoingFrame> unacknowledged_frames_;  // those from
-                                                     // `first_unsent_frame_index_` on are not sent whole
-  size_t first_unsent_frame_index_ = 0;
-  uint64_t unacknowledged_bytes_ = 0;
-  uint64_t last_acknowledged_frame_number_ = 0;
-  uint64_t created_frame_count_ = 0;
+  FrameQueue frames_;
   uint64_t replies_requested_ = 0;
   uint64_t last_parcel_number_ = 0;              // last number that this executor has published
   std::deque<PendingFetch> pending_fetches_;     // by frame
@@ -308,10 +290,8 @@ class Connection final : public c10::intrusive_ptr_target {
   std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
   std::vector<std::pair<uint64_t, uint32_t>> unbound_outputs_;  // number of the reply, count of outputs
   const PendingReply* reply_being_filled_ = nullptr;            // its memory is being written to
-  uint64_t frame_number_being_written_ = 0;
   uint32_t threads_waiting_for_buffers_ =
-      0;  // threads that wait for `reply_being_filled_` or `frame_number_being_written_`
-  bool is_send_window_full_ = false;
+      0;  // threads that wait for `reply_being_filled_` or the payload of a frame
   NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX},
       graph_numbers_{0, GRAPHS_MAX};
   std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
@@ -326,7 +306,6 @@ class Connection final : public c10::intrusive_ptr_target {
       recording_thread_active_at_;  // last use of this connection
   std::string recording_thread_name_;
   double recording_thread_idle_s_max_ = 0;
-  std::vector<std::vector<uint8_t>> spare_frame_buffers_, large_spare_frame_buffers_;
   TemplateCache templates_;
   ConnectionCounters counters_;
   bool is_sender_thread_asleep_ = false;

@@ -67,8 +67,8 @@ uint32_t Connection::begin_graph(const std::string& thread_name, double recordin
   recording_thread_name_ = thread_name;
   recording_thread_idle_s_max_ = recording_thread_idle_s_max;
   is_recording_ = true;
-  next_frame_records_.begin_record(RecordKind::GraphBegin);
-  next_frame_records_.write_u32(recording_graph_number_);
+  frames_.records().begin_record(RecordKind::GraphBegin);
+  frames_.records().write_u32(recording_graph_number_);
   writer.finish_record();
   return recording_graph_number_;
 }
@@ -79,7 +79,7 @@ void Connection::end_graph(uint32_t action) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!recording_graph_) return;
-    next_frame_records_.begin_record(RecordKind::GraphEnd, action);
+    frames_.records().begin_record(RecordKind::GraphEnd, action);
     number = recording_graph_number_;
     recording_graph_ = nullptr;
     is_recording_ = false;
@@ -97,8 +97,8 @@ void Connection::end_graph(uint32_t action) {
 void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
   LockedRecordWriter writer(*this);
-  next_frame_records_.begin_record(RecordKind::GraphReplay);
-  next_frame_records_.write_u32(graph);
+  frames_.records().begin_record(RecordKind::GraphReplay);
+  frames_.records().write_u32(graph);
   writer.finish_record_and_send_frame();
 }
 
@@ -110,9 +110,9 @@ uint32_t Connection::copy_graph_result(uint32_t result_storage) {
     return 0;
   }
   uint32_t taken = writer.assign_storage_number();
-  next_frame_records_.begin_record(RecordKind::GraphResult);
-  next_frame_records_.write_u32(result_storage);
-  next_frame_records_.write_u32(taken);
+  frames_.records().begin_record(RecordKind::GraphResult);
+  frames_.records().write_u32(result_storage);
+  frames_.records().write_u32(taken);
   writer.finish_record();
   return taken;
 }
@@ -126,9 +126,9 @@ void Connection::free_graph(uint32_t graph) noexcept {
       return;
     }
     if (!is_session_lost_) {
-      next_frame_records_.begin_record(RecordKind::GraphFree);
-      next_frame_records_.write_u32(graph);
-      next_frame_record_count_++;
+      frames_.records().begin_record(RecordKind::GraphFree);
+      frames_.records().write_u32(graph);
+      frames_.count_record();
     }
   }
   release_graph_numbers_and_storages(graph);

@@ -11,7 +11,7 @@ void Connection::LockedRecordWriter::finish_fetch_parcel_record(ConnectionPtr so
     connection_.raise_session_lost();
   }
   connection_.pending_fetches_.push_back(
-      {connection_.created_frame_count_ + 1, std::move(source), parcel_number, bytes});
+      {connection_.frames_.created_count() + 1, std::move(source), parcel_number, bytes});
   connection_.pending_fetch_bytes_ += bytes;
   finish_record_and_send_frame();
 }
@@ -32,9 +32,9 @@ void Connection::drop_fetched_parcels(const std::vector<PendingFetch>& completed
 void Connection::drop_parcel(uint64_t parcel_number) noexcept {
   if (is_abandoned_after_fork_.load(std::memory_order_acquire) || is_session_lost()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  next_frame_records_.begin_record(RecordKind::DropParcel);
-  next_frame_records_.write_u64(parcel_number);
-  next_frame_record_count_++;
+  frames_.records().begin_record(RecordKind::DropParcel);
+  frames_.records().write_u64(parcel_number);
+  frames_.count_record();
   if (is_sender_thread_asleep_) wake_sender_thread();
 }
 

@@ -103,8 +103,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       lock.lock();
       continue;
     }
-    if (!unacknowledged_frames_.empty() &&
-        unacknowledged_frames_.front().number <= last_acknowledged_frame_number_) {
+    if (frames_.is_sending_acknowledged_frame()) {
       state_changed_.wait_for(lock,
                               STATE_POLL_INTERVAL);  // the sending thread is about to update the frames
       continue;
@@ -189,15 +188,16 @@ void Connection::bind_and_free_unbound_outputs() {
     if (storage_numbers_.unassigned_count() < count) return;  // retried later
     std::vector<uint32_t> storages(count);
     for (uint32_t& storage : storages) storage = storage_numbers_.assign();
-    next_frame_records_.begin_record(RecordKind::BindOutputs, count);
-    next_frame_records_.write_u64(number);
-    next_frame_records_.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
+    WireWriter& records = frames_.records();
+    records.begin_record(RecordKind::BindOutputs, count);
+    records.write_u64(number);
+    records.append_bytes(storages.data(), storages.size() * sizeof(uint32_t));
     for (uint32_t storage : storages) {
-      next_frame_records_.begin_record(RecordKind::Free);
-      next_frame_records_.write_u32(storage);
+      records.begin_record(RecordKind::Free);
+      records.write_u32(storage);
     }
+    frames_.count_record();
     storage_numbers_.free(storages);
-    next_frame_record_count_++;
     unbound_outputs_.pop_back();
   }
   if (is_sender_thread_asleep_) wake_sender_thread();
@@ -278,7 +278,7 @@ bool Connection::read_reply(int64_t timeout_us) {
       if (header.bytes) throw ProtocolError("an acknowledgement has a payload");
       std::lock_guard<std::mutex> lock(mutex_);
       check_acknowledged_frame_count(header.frames_received);
-      drop_acknowledged_frames(header.frames_received);
+      acknowledge_frames(header.frames_received);
       return true;
     }
     begin_reading_payload(header);
@@ -296,7 +296,7 @@ bool Connection::read_reply(int64_t timeout_us) {
 }
 
 void Connection::check_acknowledged_frame_count(uint64_t frames_received) const {
-  if (frames_received > created_frame_count_)
+  if (frames_received > frames_.created_count())
     throw ProtocolError("acknowledgement of frames that were never sent");
 }
 
@@ -368,7 +368,7 @@ void Connection::deliver_reply() {
   const ReplyHeader& header = incoming_reply_.header;
   std::lock_guard<std::mutex> lock(mutex_);
   check_acknowledged_frame_count(header.frames_received);
-  drop_acknowledged_frames(header.frames_received);
+  acknowledge_frames(header.frames_received);
   if (header.number != replies_received_ + 1) throw ProtocolError("a reply is missing or duplicated");
   replies_received_ = header.number;
   auto left = abandoned_replies_.find(header.number);
