@@ -55,9 +55,7 @@ Connection::Connection(std::shared_ptr<Stream> stream, ConnectionOptions options
       resume_function_(std::move(resume)),
       fetch_token_function_(std::move(token)),
       templates_(CACHED_TEMPLATES_MAX),
-      stream_(std::move(stream)),
-      read_buffer_(READ_BUFFER_BYTES) {
-  update_last_received_time();
+      stream_(std::move(stream)) {
   sender_thread_ = std::thread([this] { sender_loop(); });
   std::lock_guard<std::mutex> lock(open_connections().mutex);
   open_connections().connections.insert(this);
@@ -68,8 +66,6 @@ Connection::~Connection() {
   std::lock_guard<std::mutex> lock(open_connections().mutex);
   open_connections().connections.erase(this);
 }
-
-void Connection::update_last_received_time() { last_received_at_ = Clock::now(); }
 
 void Connection::raise_session_lost() const {
   std::string reason;
@@ -117,7 +113,7 @@ void Connection::resume_connection() {
   }
   ResumeResult resumed;
   try {
-    resumed = resume_function_(replies_received_);
+    resumed = resume_function_(replies_.received_count());
   } catch (const std::exception& error) {
     mark_session_lost(why + "; " + error.what());
     return;
@@ -129,12 +125,10 @@ void Connection::resume_connection() {
     return;
   }
   stream_ = resumed.stream;
-  read_buffer_start_ = read_buffer_end_ = 0;
-  incoming_reply_ = {};
+  reader_.restart();
   move_completed_fetches(resumed.frames_received);
   frames_.rewind(resumed.frames_received);
   is_disconnected_ = false;
-  update_last_received_time();
   counters_.resumes++;
   if (is_closing_) stream_->shut_down();
   state_changed_.notify_all();

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,6 +30,8 @@
 #include "../wire.h"
 #include "frame_queue.h"
 #include "number_pool.h"
+#include "reply_reader.h"
+#include "reply_table.h"
 #include "templates.h"
 
 namespace genie {
@@ -62,17 +63,6 @@ struct ConnectionCounters {
   uint64_t ops = 0, dynamic_ops = 0, template_misses = 0, frames = 0, bytes_sent = 0, replies = 0,
            resumes = 0;
   uint64_t templates = 0, storages = 0;
-};
-
-// A reply that a thread waits for. The payload is written to `destination` if that is set, else to `payload`.
-// `needs_output_binding`: it is the reply to a DynamicOp, whose outputs must be bound.
-struct PendingReply {
-  void* destination = nullptr;
-  uint64_t destination_bytes = 0;
-  bool needs_output_binding = false;
-  std::vector<uint8_t> payload;
-  ReplyKind kind = ReplyKind::Reply;
-  bool is_done = false;
 };
 
 class Connection;
@@ -205,21 +195,6 @@ class Connection final : public c10::intrusive_ptr_target {
   void abandon_after_fork(const std::string& reason) noexcept;
 
  private:
-  // A reply whose header has arrived, but not all of its payload.
-  struct IncomingReply {
-    ReplyHeader header;
-    uint64_t received_bytes = 0;
-    bool goes_to_waiting_thread = false;  // the payload goes to the memory of the waiting thread
-    bool is_header_received = false;
-    std::vector<uint8_t> payload;
-  };
-
-  // A reply that is due after its wait was interrupted.
-  struct AbandonedReply {
-    uint64_t destination_bytes = 0;
-    bool needs_output_binding = false;
-  };
-
   // A FetchParcel that may not have ended yet.
   struct PendingFetch {
     uint64_t frame_number;
@@ -247,20 +222,17 @@ class Connection final : public c10::intrusive_ptr_target {
   void send_frames_up_to(uint64_t last_frame_number);      // mutex_ not held
   bool try_send_queued_frames();                           // send_mutex_ held; false when the socket is full
   size_t write_frame_bytes(const FrameQueue::Part& part);  // likewise
-  static int64_t reply_spin_duration_us();                 // how long to poll before sleeping
   void wake_sender_thread();                               // mutex_ held
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
   void abandon_pending_reply(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
-  void queue_unbound_outputs(uint64_t reply_number, uint32_t output_count);  // mutex_ held
-  void bind_and_free_unbound_outputs();                                      // mutex_ held
+  void bind_and_free_unbound_outputs();  // mutex_ held
   void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
   void sender_loop();
   bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
   bool try_read_replies_as_reader(int64_t timeout_us);
-  bool fill_read_buffer(size_t needed_bytes, int64_t timeout_us);       // read_mutex_ held
-  void begin_reading_payload(const ReplyHeader& header);                // likewise
+  void begin_reading_payload();                                         // likewise
   bool read_payload_part(int64_t timeout_us);                           // likewise
   void mark_lost_by_fatal_reply();                                      // likewise
   void deliver_reply();                                                 // likewise
@@ -268,7 +240,6 @@ class Connection final : public c10::intrusive_ptr_target {
   void acknowledge_frames(uint64_t frames_received);                    // mutex_ held
   void mark_disconnected(const std::string& why) noexcept;
   void resume_connection();
-  void update_last_received_time();
   void flush_and_wait_for_remote_close() noexcept;
   void mark_session_lost(const std::string& reason) noexcept;
   [[noreturn]] void raise_reply_error(const PendingReply& reply);
@@ -280,18 +251,13 @@ class Connection final : public c10::intrusive_ptr_target {
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
   FrameQueue frames_;
-  uint64_t replies_requested_ = 0;
+  ReplyTable replies_;
   uint64_t last_parcel_number_ = 0;              // last number that this executor has published
   std::deque<PendingFetch> pending_fetches_;     // by frame
   std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
   uint64_t pending_fetch_bytes_ = 0;
-  std::atomic<uint64_t> replies_received_{0};
-  std::map<uint64_t, PendingReply*> pending_replies_;
-  std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
-  std::vector<std::pair<uint64_t, uint32_t>> unbound_outputs_;  // number of the reply, count of outputs
-  const PendingReply* reply_being_filled_ = nullptr;            // its memory is being written to
-  uint32_t threads_waiting_for_buffers_ =
-      0;  // threads that wait for `reply_being_filled_` or the payload of a frame
+  // Threads that wait until a reply, or the payload of a frame, does not use their memory any more.
+  uint32_t threads_waiting_for_buffers_ = 0;
   NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX},
       graph_numbers_{0, GRAPHS_MAX};
   std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
@@ -317,17 +283,12 @@ class Connection final : public c10::intrusive_ptr_target {
   std::atomic<bool> is_session_lost_{false};
   std::atomic<bool> is_abandoned_after_fork_{false};
   std::string session_lost_reason_;
-  std::atomic<std::chrono::steady_clock::time_point> last_received_at_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
   std::mutex read_mutex_;  // likewise
   std::shared_ptr<Stream> stream_;
-  IncomingReply incoming_reply_;
-  std::vector<uint8_t> read_buffer_;
-  size_t read_buffer_start_ = 0, read_buffer_end_ = 0;
+  ReplyReader reader_;
   std::thread sender_thread_;
 };
-
-constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 
 }  // namespace genie

@@ -87,6 +87,7 @@ void Connection::end_graph(uint32_t action) {
     generators_to_free_after_recording_.clear();
     waiting.swap(graphs_to_free_after_recording_);
     bind_and_free_unbound_outputs();
+    if (is_sender_thread_asleep_) wake_sender_thread();
     state_changed_.notify_all();
   }
   if (action == GRAPH_DISCARD) release_graph_numbers_and_storages(number);

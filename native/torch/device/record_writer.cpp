@@ -148,8 +148,7 @@ void Connection::LockedRecordWriter::finish_record_and_send_frame() {
 
 uint64_t Connection::LockedRecordWriter::finish_record_and_request_reply(PendingReply& reply) {
   Connection& connection = connection_;
-  uint64_t number = ++connection.replies_requested_;
-  connection.pending_replies_[number] = &reply;
+  uint64_t number = connection.replies_.request(reply);
   connection.counters_.replies++;
   connection.queue_records_as_frame();
   lock_.unlock();

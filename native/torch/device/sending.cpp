@@ -24,9 +24,7 @@ constexpr auto UNACKNOWLEDGED_READ_INTERVAL = std::chrono::milliseconds(50);
 
 }  // namespace
 
-void Connection::queue_records_as_frame() {
-  frames_.queue_records(replies_received_.load(std::memory_order_relaxed));
-}
+void Connection::queue_records_as_frame() { frames_.queue_records(replies_.received_count()); }
 
 void Connection::acknowledge_frames(uint64_t frames_received) {
   move_completed_fetches(frames_received);
@@ -118,7 +116,7 @@ void Connection::send_upload(const std::function<void(WireWriter&)>& write_recor
     first = frames_.created_count() + 1;
     for (uint64_t at = 0; at < size_bytes; at += UPLOAD_FRAME_BYTES) {
       frames_.queue_upload_part(from + at, std::min(UPLOAD_FRAME_BYTES, size_bytes - at), external_payload,
-                                replies_received_.load(std::memory_order_relaxed));
+                                replies_.received_count());
     }
     last = frames_.created_count();
     counters_.ops++;
