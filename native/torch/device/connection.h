@@ -18,8 +18,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include <c10/core/Storage.h>
@@ -29,6 +27,7 @@
 #include "../stream.h"
 #include "../wire.h"
 #include "frame_queue.h"
+#include "graph_recorder.h"
 #include "number_pool.h"
 #include "reply_reader.h"
 #include "reply_table.h"
@@ -169,18 +168,14 @@ class Connection final : public c10::intrusive_ptr_target {
   void free_graph(uint32_t graph) noexcept;
   // Called for each storage that an op uses; `is_written`: it writes to it.
   void track_storage_access(uint32_t storage, const c10::Storage& c10_storage, bool is_written) {
-    if (is_recording_.load(std::memory_order_relaxed))
-      track_storage_access_in_graph(storage, c10_storage, is_written);
+    if (graphs_.is_recording()) track_storage_access_in_graph(storage, c10_storage, is_written);
   }
-  enum class StorageAccess : uint8_t { Unused, Read, Written };
   // How a recorded graph accesses a storage that it did not create; during the recording, so far.
   StorageAccess storage_access_in_graph(uint32_t graph, uint32_t storage) const;
   // The number of such storages that it writes to.
   size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
-  bool is_recording_thread() const {
-    return is_recording_ && recording_thread_id_.load() == std::this_thread::get_id();
-  }
+  bool is_recording_thread() const { return graphs_.is_recording_thread(); }
   // Whether this thread is recording, and the graph creates the storage.
   bool is_created_by_recording(uint32_t storage) const;
   // Raises if this thread is recording: `operation` cannot be part of a graph.
@@ -201,12 +196,6 @@ class Connection final : public c10::intrusive_ptr_target {
     ConnectionPtr source_connection;
     uint64_t parcel_number;
     uint64_t bytes;
-  };
-
-  struct GraphStorages {
-    std::vector<uint32_t> freed_created_storages;                     // created in it and freed since
-    std::unordered_map<uint32_t, c10::Storage> preexisting_storages;  // kept alive
-    std::unordered_set<uint32_t> written_preexisting_storages;        // of those, the ones it writes to
   };
 
   void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
@@ -258,20 +247,8 @@ class Connection final : public c10::intrusive_ptr_target {
   uint64_t pending_fetch_bytes_ = 0;
   // Threads that wait until a reply, or the payload of a frame, does not use their memory any more.
   uint32_t threads_waiting_for_buffers_ = 0;
-  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX},
-      graph_numbers_{0, GRAPHS_MAX};
-  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
-  std::unordered_map<uint32_t, GraphStorages*> graph_by_created_storage_;  // owner of storage numbers
-  std::vector<uint32_t> graphs_to_free_after_recording_,
-      generators_to_free_after_recording_;    // freed when the recording has ended
-  GraphStorages* recording_graph_ = nullptr;  // one of graph_storages_by_number_
-  uint32_t recording_graph_number_ = 0;
-  std::atomic<bool> is_recording_{false};
-  std::atomic<std::thread::id> recording_thread_id_;
-  std::atomic<std::chrono::steady_clock::time_point>
-      recording_thread_active_at_;  // last use of this connection
-  std::string recording_thread_name_;
-  double recording_thread_idle_s_max_ = 0;
+  GraphRecorder graphs_;
+  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX};
   TemplateCache templates_;
   ConnectionCounters counters_;
   bool is_sender_thread_asleep_ = false;

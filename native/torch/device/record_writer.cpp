@@ -18,7 +18,7 @@ Connection::LockedRecordWriter::LockedRecordWriter(Connection& connection) : con
   if (connection_.is_session_lost()) connection_.raise_session_lost();
   lock_ = std::unique_lock<std::mutex>(connection_.mutex_);
   if (connection_.frames_.is_window_full()) wait_for_send_window();
-  if (connection_.is_recording_) wait_for_other_recording_thread();
+  if (connection_.graphs_.is_recording()) wait_for_other_recording_thread();
 }
 
 // The GIL is taken back without the lock, because other threads that hold the GIL may want the lock.
@@ -40,18 +40,17 @@ void Connection::LockedRecordWriter::wait_for_send_window() {
 // idle limit.
 void Connection::LockedRecordWriter::wait_for_other_recording_thread() {
   auto started = Clock::now();
-  if (connection_.is_recording_thread()) connection_.recording_thread_active_at_ = started;
-  while (connection_.is_recording_ && !connection_.is_recording_thread()) {
-    std::chrono::duration<double> idle =
-        Clock::now() - std::max(started, connection_.recording_thread_active_at_.load());
-    if (idle.count() > connection_.recording_thread_idle_s_max_) raise_recording_thread_idle();
+  GraphRecorder& graphs = connection_.graphs_;
+  if (graphs.is_recording_thread()) graphs.update_last_used_time(started);
+  while (graphs.is_recording() && !graphs.is_recording_thread()) {
+    if (graphs.is_idle(started)) raise_recording_thread_idle();
     lock_.unlock();
     {
       GilRelease release;
       run_pending_signal_handlers();
       std::unique_lock<std::mutex> waiting(connection_.mutex_);
       connection_.state_changed_.wait_for(waiting, SIGNAL_CHECK_INTERVAL, [&] {
-        return !connection_.is_recording_ || connection_.is_session_lost_;
+        return !graphs.is_recording() || connection_.is_session_lost_;
       });
     }
     if (connection_.is_session_lost()) connection_.raise_session_lost();
@@ -60,8 +59,8 @@ void Connection::LockedRecordWriter::wait_for_other_recording_thread() {
 }
 
 void Connection::LockedRecordWriter::raise_recording_thread_idle() {
-  std::string recorder = connection_.recording_thread_name_;
-  auto seconds = static_cast<int64_t>(connection_.recording_thread_idle_s_max_);
+  std::string recorder = connection_.graphs_.thread_name();
+  auto seconds = static_cast<int64_t>(connection_.graphs_.idle_s_max());
   lock_.unlock();
   raise_python_error("device.op_refused",
                      "thread " + python_thread_name() + " cannot use " + connection_.options_.device_name +
@@ -76,7 +75,7 @@ void Connection::LockedRecordWriter::raise_recording_thread_idle() {
 void Connection::LockedRecordWriter::lock_again() {
   if (connection_.is_session_lost()) connection_.raise_session_lost();
   lock_.lock();
-  if (connection_.is_recording_) wait_for_other_recording_thread();
+  if (connection_.graphs_.is_recording()) wait_for_other_recording_thread();
 }
 
 void Connection::LockedRecordWriter::check_storage_numbers_left(uint64_t count) {
@@ -85,8 +84,7 @@ void Connection::LockedRecordWriter::check_storage_numbers_left(uint64_t count) 
 
 uint32_t Connection::LockedRecordWriter::assign_storage_number() {
   uint32_t storage = connection_.assign_storage_number();
-  if (connection_.recording_graph_)
-    connection_.graph_by_created_storage_[storage] = connection_.recording_graph_;
+  connection_.graphs_.add_created_storage(storage);
   return storage;
 }
 
@@ -112,8 +110,8 @@ uint32_t Connection::LockedRecordWriter::assign_generator_number() {
 void Connection::free_generator(uint32_t generator) noexcept {
   if (is_abandoned_after_fork_ || is_session_lost()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (recording_graph_) {
-    generators_to_free_after_recording_.push_back(generator);
+  if (graphs_.is_recording()) {
+    graphs_.free_generator_after_recording(generator);
   } else {
     write_free_generator(generator);
   }
@@ -162,13 +160,7 @@ void Connection::free_storage(uint32_t storage) noexcept {
   frames_.records().begin_record(RecordKind::Free);
   frames_.records().write_u32(storage);
   frames_.count_record();
-  auto graph = graph_by_created_storage_.empty() ? graph_by_created_storage_.end()
-                                                 : graph_by_created_storage_.find(storage);
-  if (graph == graph_by_created_storage_.end()) {
-    storage_numbers_.free(storage);
-  } else {
-    graph->second->freed_created_storages.push_back(storage);  // the graph keeps the number
-  }
+  if (!graphs_.keeps_number_of_freed_storage(storage)) storage_numbers_.free(storage);
   if (!frames_.has_frame_of_records()) {
     if (is_sender_thread_asleep_) wake_sender_thread();
     return;

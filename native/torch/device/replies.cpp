@@ -34,7 +34,7 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
       raise_session_lost();
     }
     auto now = Clock::now();
-    if (is_recording_thread()) recording_thread_active_at_ = now;
+    if (graphs_.is_recording_thread()) graphs_.update_last_used_time(now);
     if (now - signals_checked > SIGNAL_CHECK_INTERVAL) {
       lock.unlock();
       run_pending_signal_handlers();
@@ -125,7 +125,7 @@ void Connection::discard_outputs(uint64_t reply_number, uint32_t output_count) {
 // Binds outputs of discarded DynamicOps and frees them at once. Not during a recording, which would record
 // that.
 void Connection::bind_and_free_unbound_outputs() {
-  if (recording_graph_ || is_session_lost_) return;
+  if (graphs_.is_recording() || is_session_lost_) return;
   auto& unbound = replies_.unbound_outputs();
   if (unbound.empty()) return;
   while (!unbound.empty()) {
