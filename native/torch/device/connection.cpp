@@ -126,7 +126,7 @@ void Connection::resume_connection() {
   }
   stream_ = resumed.stream;
   reader_.restart();
-  move_completed_fetches(resumed.frames_received);
+  fetches_.complete(resumed.frames_received);
   frames_.rewind(resumed.frames_received);
   is_disconnected_ = false;
   counters_.resumes++;
@@ -136,15 +136,15 @@ void Connection::resume_connection() {
 
 void Connection::mark_session_lost(const std::string& reason) noexcept {
   std::shared_ptr<Stream> stream;
-  std::vector<PendingFetch> completed;
+  std::vector<ParcelFetch> completed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_session_lost_) return;
     session_lost_reason_ = reason;
     is_session_lost_ = true;
     stream = stream_;
-    move_completed_fetches(frames_.created_count());
-    completed.swap(completed_fetches_);
+    fetches_.complete(frames_.created_count());
+    completed = fetches_.take_completed();
     state_changed_.notify_all();
   }
   if (stream) stream->shut_down();

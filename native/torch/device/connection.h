@@ -1,5 +1,7 @@
 // The client's end of the op stream to one executor (wire.h): batches records into frames, sends frames
 // without waiting, waits for replies only where a value is needed, and resumes after a connection loss.
+// Its state is in parts, which do no I/O: frame_queue.h, reply_table.h, reply_reader.h, graph_recorder.h,
+// parcel_fetches.h. This class has the locks, the threads and the socket.
 //
 // The thread that fills a frame sends it if the socket accepts it. The sender thread sends the rest and
 // incomplete frames, and reconnects. There is no reader thread: a thread that waits for a reply reads, for
@@ -12,7 +14,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -29,6 +30,7 @@
 #include "frame_queue.h"
 #include "graph_recorder.h"
 #include "number_pool.h"
+#include "parcel_fetches.h"
 #include "reply_reader.h"
 #include "reply_table.h"
 #include "templates.h"
@@ -63,9 +65,6 @@ struct ConnectionCounters {
            resumes = 0;
   uint64_t templates = 0, storages = 0;
 };
-
-class Connection;
-using ConnectionPtr = c10::intrusive_ptr<Connection>;
 
 class Connection final : public c10::intrusive_ptr_target {
  public:
@@ -190,48 +189,50 @@ class Connection final : public c10::intrusive_ptr_target {
   void abandon_after_fork(const std::string& reason) noexcept;
 
  private:
-  // A FetchParcel that may not have ended yet.
-  struct PendingFetch {
-    uint64_t frame_number;
-    ConnectionPtr source_connection;
-    uint64_t parcel_number;
-    uint64_t bytes;
-  };
-
-  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
-  void move_completed_fetches(uint64_t frames_received);  // mutex_ held
-  static void drop_fetched_parcels(
-      const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
-  void release_graph_numbers_and_storages(uint32_t graph_number);
+  // record_writer.cpp
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t assign_storage_number();                        // mutex_ held
-  void write_free_generator(uint32_t generator);           // mutex_ held
+  uint32_t assign_storage_number();               // mutex_ held
+  void write_free_generator(uint32_t generator);  // mutex_ held
+
+  // sending.cpp
   void queue_records_as_frame();                           // mutex_ held
+  void acknowledge_frames(uint64_t frames_received);       // mutex_ held
+  void wake_sender_thread();                               // mutex_ held
   void send_frames_nowait() noexcept;                      // mutex_ not held
   void send_frames_up_to(uint64_t last_frame_number);      // mutex_ not held
   bool try_send_queued_frames();                           // send_mutex_ held; false when the socket is full
   size_t write_frame_bytes(const FrameQueue::Part& part);  // likewise
-  void wake_sender_thread();                               // mutex_ held
+  void sender_loop();
+
+  // replies.cpp
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
   void abandon_pending_reply(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
   void bind_and_free_unbound_outputs();  // mutex_ held
-  void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
-  void sender_loop();
-  bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
+  [[noreturn]] void raise_reply_error(const PendingReply& reply);
   bool try_read_replies_as_reader(int64_t timeout_us);
-  void begin_reading_payload();                                         // likewise
-  bool read_payload_part(int64_t timeout_us);                           // likewise
-  void mark_lost_by_fatal_reply();                                      // likewise
-  void deliver_reply();                                                 // likewise
+  bool read_reply(int64_t timeout_us);                                  // read_mutex_ held; false on timeout
+  void begin_reading_payload();                                         // read_mutex_ held
+  bool read_payload_part(int64_t timeout_us);                           // read_mutex_ held; false on timeout
+  void deliver_reply();                                                 // read_mutex_ held
+  void mark_lost_by_fatal_reply();                                      // read_mutex_ held
   void check_acknowledged_frame_count(uint64_t frames_received) const;  // mutex_ held
-  void acknowledge_frames(uint64_t frames_received);                    // mutex_ held
+
+  // transfers.cpp
+  void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
+  // No mutex_ of any connection is held.
+  static void drop_fetched_parcels(const std::vector<ParcelFetch>& completed) noexcept;
+
+  // graph_recording.cpp
+  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
+  void release_graph_numbers_and_storages(uint32_t graph_number);
+
+  // connection.cpp
   void mark_disconnected(const std::string& why) noexcept;
   void resume_connection();
-  void flush_and_wait_for_remote_close() noexcept;
   void mark_session_lost(const std::string& reason) noexcept;
-  [[noreturn]] void raise_reply_error(const PendingReply& reply);
+  void flush_and_wait_for_remote_close() noexcept;
 
   const ConnectionOptions options_;
   ResumeFunction resume_function_;
@@ -241,19 +242,17 @@ class Connection final : public c10::intrusive_ptr_target {
   std::condition_variable state_changed_;
   FrameQueue frames_;
   ReplyTable replies_;
-  uint64_t last_parcel_number_ = 0;              // last number that this executor has published
-  std::deque<PendingFetch> pending_fetches_;     // by frame
-  std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
-  uint64_t pending_fetch_bytes_ = 0;
+  GraphRecorder graphs_;
+  ParcelFetches fetches_;
+  TemplateCache templates_;
+  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX};
+  uint64_t last_parcel_number_ = 0;  // last number that this executor has published
+  ConnectionCounters counters_;
   // Threads that wait until a reply, or the payload of a frame, does not use their memory any more.
   uint32_t threads_waiting_for_buffers_ = 0;
-  GraphRecorder graphs_;
-  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX};
-  TemplateCache templates_;
-  ConnectionCounters counters_;
-  bool is_sender_thread_asleep_ = false;
+  uint32_t threads_waiting_for_reader_ = 0;
   std::atomic<int> deferred_flush_count_{0};
-  int threads_waiting_for_reader_ = 0;
+  bool is_sender_thread_asleep_ = false;
   bool is_closing_ = false;
   bool is_disconnected_ = false;
   std::string disconnect_reason_;
@@ -262,9 +261,9 @@ class Connection final : public c10::intrusive_ptr_target {
   std::string session_lost_reason_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
-  std::mutex read_mutex_;  // likewise
-  std::shared_ptr<Stream> stream_;
+  std::mutex read_mutex_;  // likewise; guards `reader_`
   ReplyReader reader_;
+  std::shared_ptr<Stream> stream_;
   std::thread sender_thread_;
 };
 

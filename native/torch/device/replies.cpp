@@ -14,9 +14,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t SOCKET_READ_WAIT_US_MAX = 500'000;
 constexpr auto STATE_POLL_INTERVAL = std::chrono::milliseconds(20);
-// Pending parcels use memory on other executors.
-constexpr uint64_t PENDING_FETCH_BYTES_MAX = 256u << 20;
-constexpr size_t PENDING_FETCHES_MAX = 256;
 constexpr uint64_t BUFFERED_REPLY_BYTES_MAX = 64u << 20;
 // Interrupted waits whose replies are still due. Below what the executor keeps for a client.
 constexpr size_t ABANDONED_REPLIES_MAX = UNBOUND_REPLIES_MAX / 2;
@@ -66,16 +63,6 @@ void Connection::wait_until(std::unique_lock<std::mutex>& lock, c10::function_re
     state_changed_.wait_for(lock, STATE_POLL_INTERVAL);
     threads_waiting_for_reader_--;
   }
-}
-
-void Connection::wait_for_fetch_window(uint64_t more_bytes) {
-  GilRelease release;
-  std::unique_lock<std::mutex> lock(mutex_);
-  wait_until(lock, [&] {
-    bool fits = pending_fetch_bytes_ + more_bytes <= PENDING_FETCH_BYTES_MAX &&
-                pending_fetches_.size() < PENDING_FETCHES_MAX;
-    return pending_fetches_.empty() || fits;
-  });
 }
 
 void Connection::wait_for_reply(uint64_t reply_number, PendingReply& reply) {
@@ -183,10 +170,10 @@ bool Connection::try_read_replies_as_reader(int64_t timeout_us) {
     mark_disconnected(error.what());
   }
   reading.unlock();
-  std::vector<PendingFetch> completed;
+  std::vector<ParcelFetch> completed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    completed.swap(completed_fetches_);
+    completed = fetches_.take_completed();
     if (received || threads_waiting_for_reader_ > 0) state_changed_.notify_all();
   }
   drop_fetched_parcels(completed);

@@ -11,11 +11,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Uploads are split into frames of this size, so that the executor can copy the first while others are in
-// flight.
-constexpr uint64_t UPLOAD_FRAME_BYTES = 1u << 20;
-// Up to this size an upload is copied into frames, and the caller does not wait.
-constexpr uint64_t COPIED_UPLOAD_BYTES_MAX = 1u << 20;
 constexpr int64_t SEND_ON_CALLER_THREAD_US_MAX = 5000;
 constexpr int64_t SOCKET_WRITABLE_WAIT_US_MAX = 50'000;
 constexpr auto INCOMPLETE_FRAME_DELAY = std::chrono::microseconds(300);
@@ -27,7 +22,7 @@ constexpr auto UNACKNOWLEDGED_READ_INTERVAL = std::chrono::milliseconds(50);
 void Connection::queue_records_as_frame() { frames_.queue_records(replies_.received_count()); }
 
 void Connection::acknowledge_frames(uint64_t frames_received) {
-  move_completed_fetches(frames_received);
+  fetches_.complete(frames_received);
   frames_.acknowledge(frames_received);
 }
 
@@ -101,47 +96,6 @@ void Connection::flush() {
     if (!is_session_lost_) queue_records_as_frame();
   }
   send_frames_nowait();
-}
-
-void Connection::send_upload(const std::function<void(WireWriter&)>& write_record, const void* data,
-                             uint64_t size_bytes) {
-  const auto* from = static_cast<const uint8_t*>(data);
-  bool external_payload = size_bytes > COPIED_UPLOAD_BYTES_MAX;
-  GilRelease release;
-  uint64_t first, last;
-  {
-    LockedRecordWriter writer(*this);
-    write_record(writer.records());
-    queue_records_as_frame();
-    first = frames_.created_count() + 1;
-    for (uint64_t at = 0; at < size_bytes; at += UPLOAD_FRAME_BYTES) {
-      frames_.queue_upload_part(from + at, std::min(UPLOAD_FRAME_BYTES, size_bytes - at), external_payload,
-                                replies_.received_count());
-    }
-    last = frames_.created_count();
-    counters_.ops++;
-  }
-  send_frames_up_to(last);
-  if (!external_payload) return;
-  std::unique_lock<std::mutex> lock(mutex_);
-  try {
-    wait_until(lock, [&] { return frames_.is_acknowledged(last); });
-  } catch (...) {
-    if (lock.owns_lock()) lock.unlock();
-    replace_external_payloads_with_zeros(first, last);
-    throw;
-  }
-}
-
-// The owner of external payloads stops waiting. The executor expects the announced number of bytes, and gets
-// zeros for the rest.
-void Connection::replace_external_payloads_with_zeros(uint64_t first_frame_number,
-                                                      uint64_t last_frame_number) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  threads_waiting_for_buffers_++;
-  state_changed_.wait(
-      lock, [&] { return frames_.replace_external_payloads(first_frame_number, last_frame_number); });
-  threads_waiting_for_buffers_--;
 }
 
 void Connection::wake_sender_thread() {
