@@ -1,7 +1,7 @@
 // The client's end of the op stream to one executor (wire.h): batches records into frames, sends frames
 // without waiting, waits for replies only where a value is needed, and resumes after a connection loss.
-// Its state is in parts, which do no I/O: frame_queue.h, reply_table.h, reply_reader.h, graph_recorder.h,
-// parcel_fetches.h. This class has the locks, the threads and the socket.
+// Its state is in parts: FrameQueue, ReplyTable, ReplyReader, GraphRecorder, ParcelFetches. This class has the
+// locks, the threads and the socket.
 //
 // The thread that fills a frame sends it if the socket accepts it. The sender thread sends the rest and
 // incomplete frames, and reconnects. There is no reader thread: a thread that waits for a reply reads, for

@@ -37,7 +37,7 @@ class ReplyTable {
 
   // The size of the memory that a reply is written to; 0 if it has none.
   uint64_t destination_bytes(uint64_t reply_number) const;
-  // The memory that a reply is written to until end_fill(); null if nobody waits for it any more.
+  // The memory that a reply is written to until end_fill(); null if no thread waits for it any more.
   uint8_t* begin_fill(uint64_t reply_number);
   void end_fill() { being_filled_ = nullptr; }
   bool is_being_filled(const PendingReply& reply) const { return being_filled_ == &reply; }
@@ -51,7 +51,7 @@ class ReplyTable {
   void abandon(uint64_t reply_number, const PendingReply& reply, bool is_due);
   size_t abandoned_count() const { return abandoned_.size(); }
 
-  // New outputs of DynamicOps that nobody uses: the executor keeps them until they are bound and freed.
+  // New outputs of DynamicOps that are not used: the executor keeps them until they are bound and freed.
   struct UnboundOutputs {
     uint64_t reply_number;
     uint32_t count;
