@@ -73,9 +73,13 @@ void add_aliasing_to_key(OpCall& call, const c10::TensorImpl* impl) {
 
 void add_remote_tensor_to_call(OpCall& call, const Tensor& tensor, bool is_written) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  StorageHandle& handle = storage_handle_of(*impl);
+  StorageHandle found_by_pointer;
+  const StorageHandle* own_handle = find_storage_handle(*impl);
+  if (!own_handle) found_by_pointer = storage_handle_of(*impl);
+  const StorageHandle& handle = own_handle ? *own_handle : found_by_pointer;
   if (!call.connection) {
     call.connection = handle.connection.get();
+    if (!own_handle) call.kept_connection = handle.connection;
   } else if (call.connection != handle.connection.get()) {
     if (handle.connection->is_session_lost()) handle.connection->raise_session_lost();
     if (call.connection->is_session_lost()) call.connection->raise_session_lost();
@@ -342,10 +346,9 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
                            traits.is_number_argument[i] && traits.sends_numbers_as_data,
                            traits.sends_numbers_as_data, writes_argument(traits, *stack, base, i));
     }
-    ConnectionPtr by_argument;
     if (!call.connection) {
-      by_argument = connection_of_device_argument(*stack, base, traits);
-      call.connection = by_argument.get();
+      call.kept_connection = connection_of_device_argument(*stack, base, traits);
+      call.connection = call.kept_connection.get();
     }
     if (call.misplaced_cpu_tensor) {
       if (!traits.accepts_cpu_indices || attempt > 0)
@@ -377,6 +380,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     } else {
       run_predicted_op(known, writer, call, traits, stack);
     }
+    call.release_references();
     scratch = std::move(call);
     return;
   }

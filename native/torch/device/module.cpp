@@ -224,7 +224,7 @@ void copy_graph_inputs(Connection& connection, const std::vector<at::Tensor>& gr
 // Returns the caller's own copy of a graph's result. A result that fills its storage is copied only if
 // needed.
 at::Tensor copy_graph_result(const at::Tensor& result) {
-  StorageHandle& handle = storage_handle_of(result);
+  StorageHandle handle = storage_handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
   uint32_t storage = fills ? handle.connection->copy_graph_result(handle.storage_number) : 0;
   if (!storage) return result.clone();
