@@ -1,5 +1,7 @@
 // The client's end of the op stream to one executor (wire.h): batches records into frames, sends frames
 // without waiting, waits for replies only where a value is needed, and resumes after a connection loss.
+// Its state is in parts: FrameQueue, ReplyTable, ReplyReader, GraphRecorder, ParcelFetches. This class has the
+// locks, the threads and the socket.
 //
 // The thread that fills a frame sends it if the socket accepts it. The sender thread sends the rest and
 // incomplete frames, and reconnects. There is no reader thread: a thread that waits for a reply reads, for
@@ -12,15 +14,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include <c10/core/Storage.h>
@@ -29,6 +27,12 @@
 
 #include "../stream.h"
 #include "../wire.h"
+#include "frame_queue.h"
+#include "graph_recorder.h"
+#include "number_pool.h"
+#include "parcel_fetches.h"
+#include "reply_reader.h"
+#include "reply_table.h"
 #include "templates.h"
 
 namespace genie {
@@ -62,20 +66,6 @@ struct ConnectionCounters {
   uint64_t templates = 0, storages = 0;
 };
 
-// A reply that a thread waits for. The payload is written to `destination` if that is set, else to `payload`.
-// `needs_output_binding`: it is the reply to a DynamicOp, whose outputs must be bound.
-struct PendingReply {
-  void* destination = nullptr;
-  uint64_t destination_bytes = 0;
-  bool needs_output_binding = false;
-  std::vector<uint8_t> payload;
-  ReplyKind kind = ReplyKind::Reply;
-  bool is_done = false;
-};
-
-class Connection;
-using ConnectionPtr = c10::intrusive_ptr<Connection>;
-
 class Connection final : public c10::intrusive_ptr_target {
  public:
   Connection(std::shared_ptr<Stream> stream, ConnectionOptions options, ResumeFunction resume,
@@ -92,7 +82,7 @@ class Connection final : public c10::intrusive_ptr_target {
   class LockedRecordWriter {
    public:
     explicit LockedRecordWriter(Connection& connection);
-    WireWriter& records() { return connection_.next_frame_records_; }
+    WireWriter& records() { return connection_.frames_.records(); }
     uint32_t assign_storage_number();
     // Raises unless `count` new storages are available.
     void check_storage_numbers_left(uint64_t count);
@@ -177,18 +167,14 @@ class Connection final : public c10::intrusive_ptr_target {
   void free_graph(uint32_t graph) noexcept;
   // Called for each storage that an op uses; `is_written`: it writes to it.
   void track_storage_access(uint32_t storage, const c10::Storage& c10_storage, bool is_written) {
-    if (is_recording_.load(std::memory_order_relaxed))
-      track_storage_access_in_graph(storage, c10_storage, is_written);
+    if (graphs_.is_recording()) track_storage_access_in_graph(storage, c10_storage, is_written);
   }
-  enum class StorageAccess : uint8_t { Unused, Read, Written };
   // How a recorded graph accesses a storage that it did not create; during the recording, so far.
   StorageAccess storage_access_in_graph(uint32_t graph, uint32_t storage) const;
   // The number of such storages that it writes to.
   size_t graph_written_storage_count(uint32_t graph) const;
   // Whether this thread is recording a graph.
-  bool is_recording_thread() const {
-    return is_recording_ && recording_thread_id_.load() == std::this_thread::get_id();
-  }
+  bool is_recording_thread() const { return graphs_.is_recording_thread(); }
   // Whether this thread is recording, and the graph creates the storage.
   bool is_created_by_recording(uint32_t storage) const;
   // Raises if this thread is recording: `operation` cannot be part of a graph.
@@ -203,85 +189,50 @@ class Connection final : public c10::intrusive_ptr_target {
   void abandon_after_fork(const std::string& reason) noexcept;
 
  private:
-  struct OutgoingFrame {
-    std::vector<uint8_t> bytes;                 // header and payload, or the header alone
-    const uint8_t* external_payload = nullptr;  // payload owned by a thread that waits in send_upload
-    uint64_t external_payload_bytes = 0;
-    uint64_t number = 0;
-    uint64_t sent_bytes = 0;
-    uint64_t size() const { return bytes.size() + external_payload_bytes; }
-  };
-
-  // A reply whose header has arrived, but not all of its payload.
-  struct IncomingReply {
-    ReplyHeader header;
-    uint64_t received_bytes = 0;
-    bool goes_to_waiting_thread = false;  // the payload goes to the memory of the waiting thread
-    bool is_header_received = false;
-    std::vector<uint8_t> payload;
-  };
-
-  // A reply that is due after its wait was interrupted.
-  struct AbandonedReply {
-    uint64_t destination_bytes = 0;
-    bool needs_output_binding = false;
-  };
-
-  // A FetchParcel that may not have ended yet.
-  struct PendingFetch {
-    uint64_t frame_number;
-    ConnectionPtr source_connection;
-    uint64_t parcel_number;
-    uint64_t bytes;
-  };
-
-  struct GraphStorages {
-    std::vector<uint32_t> freed_created_storages;                     // created in it and freed since
-    std::unordered_map<uint32_t, c10::Storage> preexisting_storages;  // kept alive
-    std::unordered_set<uint32_t> written_preexisting_storages;        // of those, the ones it writes to
-  };
-
-  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
-  void move_completed_fetches(uint64_t frames_received);  // mutex_ held
-  static void drop_fetched_parcels(
-      const std::vector<PendingFetch>& completed) noexcept;  // no mutex_ held, of any connection
-  void release_graph_numbers_and_storages(uint32_t graph_number);
+  // record_writer.cpp
   [[noreturn]] void raise_too_many_storages() const;
-  uint32_t take_free_storage_number();            // mutex_ held
+  uint32_t assign_storage_number();               // mutex_ held
   void write_free_generator(uint32_t generator);  // mutex_ held
-  void queue_records_as_frame();                  // mutex_ held
-  void queue_frame(FrameKind kind, const uint8_t* payload, uint64_t payload_bytes,
-                   bool is_external_payload);          // mutex_ held
-  void send_frames_nowait() noexcept;                  // mutex_ not held
-  void send_frames_up_to(uint64_t last_frame_number);  // mutex_ not held
-  bool try_send_queued_frames();                       // send_mutex_ held; false when the socket is full
-  size_t write_frame_bytes(const uint8_t* data, uint64_t size_bytes);  // likewise
-  static int64_t reply_spin_duration_us();                             // how long to poll before sleeping
-  void wake_sender_thread();                                           // mutex_ held
+
+  // sending.cpp
+  void queue_records_as_frame();                           // mutex_ held
+  void acknowledge_frames(uint64_t frames_received);       // mutex_ held
+  void wake_sender_thread();                               // mutex_ held
+  void send_frames_nowait() noexcept;                      // mutex_ not held
+  void send_frames_up_to(uint64_t last_frame_number);      // mutex_ not held
+  bool try_send_queued_frames();                           // send_mutex_ held; false when the socket is full
+  size_t write_frame_bytes(const FrameQueue::Part& part);  // likewise
+  void sender_loop();
+
+  // replies.cpp
   // Without the GIL; `lock` holds mutex_. Raises when the connection is lost, and what a signal handler
   // raises.
   void wait_until(std::unique_lock<std::mutex>& lock, c10::function_ref<bool()> done);
   void abandon_pending_reply(std::unique_lock<std::mutex>& lock, uint64_t reply_number, PendingReply& reply);
-  void queue_unbound_outputs(uint64_t reply_number, uint32_t output_count);  // mutex_ held
-  void bind_and_free_unbound_outputs();                                      // mutex_ held
-  void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
-  bool exceeds_send_window() const;  // mutex_ held
-  void sender_loop();
-  bool read_reply(int64_t timeout_us);  // read_mutex_ held; false on timeout
+  void bind_and_free_unbound_outputs();  // mutex_ held
+  [[noreturn]] void raise_reply_error(const PendingReply& reply);
   bool try_read_replies_as_reader(int64_t timeout_us);
-  bool fill_read_buffer(size_t needed_bytes, int64_t timeout_us);       // read_mutex_ held
-  void begin_reading_payload(const ReplyHeader& header);                // likewise
-  bool read_payload_part(int64_t timeout_us);                           // likewise
-  void mark_lost_by_fatal_reply();                                      // likewise
-  void deliver_reply();                                                 // likewise
+  bool read_reply(int64_t timeout_us);                                  // read_mutex_ held; false on timeout
+  void begin_reading_payload();                                         // read_mutex_ held
+  bool read_payload_part(int64_t timeout_us);                           // read_mutex_ held; false on timeout
+  void deliver_reply();                                                 // read_mutex_ held
+  void mark_lost_by_fatal_reply();                                      // read_mutex_ held
   void check_acknowledged_frame_count(uint64_t frames_received) const;  // mutex_ held
-  void drop_acknowledged_frames(uint64_t frames_received);              // mutex_ held
+
+  // transfers.cpp
+  void replace_external_payloads_with_zeros(uint64_t first_frame_number, uint64_t last_frame_number);
+  // No mutex_ of any connection is held.
+  static void drop_fetched_parcels(const std::vector<ParcelFetch>& completed) noexcept;
+
+  // graph_recording.cpp
+  void track_storage_access_in_graph(uint32_t storage, const c10::Storage& c10_storage, bool is_written);
+  void release_graph_numbers_and_storages(uint32_t graph_number);
+
+  // connection.cpp
   void mark_disconnected(const std::string& why) noexcept;
   void resume_connection();
-  void update_last_received_time();
-  void flush_and_wait_for_remote_close() noexcept;
   void mark_session_lost(const std::string& reason) noexcept;
-  [[noreturn]] void raise_reply_error(const PendingReply& reply);
+  void flush_and_wait_for_remote_close() noexcept;
 
   const ConnectionOptions options_;
   ResumeFunction resume_function_;
@@ -289,69 +240,31 @@ class Connection final : public c10::intrusive_ptr_target {
 
   mutable std::mutex mutex_;
   std::condition_variable state_changed_;
-  WireWriter next_frame_records_;
-  uint32_t next_frame_record_count_ = 0;
-  std::deque<OutgoingFrame> unacknowledged_frames_;  // those from
-                                                     // `first_unsent_frame_index_` on are not sent whole
-  size_t first_unsent_frame_index_ = 0;
-  uint64_t unacknowledged_bytes_ = 0;
-  uint64_t last_acknowledged_frame_number_ = 0;
-  uint64_t created_frame_count_ = 0;
-  uint64_t replies_requested_ = 0;
-  uint64_t last_parcel_number_ = 0;              // last number that this executor has published
-  std::deque<PendingFetch> pending_fetches_;     // by frame
-  std::vector<PendingFetch> completed_fetches_;  // whose parcels are still to be dropped
-  uint64_t pending_fetch_bytes_ = 0;
-  std::atomic<uint64_t> replies_received_{0};
-  std::map<uint64_t, PendingReply*> pending_replies_;
-  std::unordered_map<uint64_t, AbandonedReply> abandoned_replies_;
-  std::vector<std::pair<uint64_t, uint32_t>> unbound_outputs_;  // number of the reply, count of outputs
-  const PendingReply* reply_being_filled_ = nullptr;            // its memory is being written to
-  uint64_t frame_number_being_written_ = 0;
-  uint32_t threads_waiting_for_buffers_ =
-      0;  // threads that wait for `reply_being_filled_` or `frame_number_being_written_`
-  bool is_send_window_full_ = false;
-  std::vector<uint32_t> free_storage_numbers_;
-  uint32_t next_storage_number_ = 1;
-  std::unordered_map<uint32_t, std::unique_ptr<GraphStorages>> graph_storages_by_number_;
-  std::unordered_map<uint32_t, GraphStorages*> graph_by_created_storage_;  // owner of storage numbers
-  std::vector<uint32_t> free_graph_numbers_;
-  std::vector<uint32_t> graphs_to_free_after_recording_,
-      generators_to_free_after_recording_;  // freed when the recording has ended
-  uint32_t next_graph_number_ = 0;
-  GraphStorages* recording_graph_ = nullptr;  // one of graph_storages_by_number_
-  uint32_t recording_graph_number_ = 0;
-  std::atomic<bool> is_recording_{false};
-  std::atomic<std::thread::id> recording_thread_id_;
-  std::atomic<std::chrono::steady_clock::time_point>
-      recording_thread_active_at_;  // last use of this connection
-  std::string recording_thread_name_;
-  double recording_thread_idle_s_max_ = 0;
-  std::vector<uint32_t> free_generator_numbers_;
-  uint32_t next_generator_number_ = 1;
-  std::vector<std::vector<uint8_t>> spare_frame_buffers_, large_spare_frame_buffers_;
+  FrameQueue frames_;
+  ReplyTable replies_;
+  GraphRecorder graphs_;
+  ParcelFetches fetches_;
   TemplateCache templates_;
+  NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX};
+  uint64_t last_parcel_number_ = 0;  // last number that this executor has published
   ConnectionCounters counters_;
-  bool is_sender_thread_asleep_ = false;
+  // Threads that wait until a reply, or the payload of a frame, does not use their memory any more.
+  uint32_t threads_waiting_for_buffers_ = 0;
+  uint32_t threads_waiting_for_reader_ = 0;
   std::atomic<int> deferred_flush_count_{0};
-  int threads_waiting_for_reader_ = 0;
+  bool is_sender_thread_asleep_ = false;
   bool is_closing_ = false;
   bool is_disconnected_ = false;
   std::string disconnect_reason_;
   std::atomic<bool> is_session_lost_{false};
   std::atomic<bool> is_abandoned_after_fork_{false};
   std::string session_lost_reason_;
-  std::atomic<std::chrono::steady_clock::time_point> last_received_at_;
 
   std::mutex send_mutex_;  // taken before mutex_, never after
-  std::mutex read_mutex_;  // likewise
+  std::mutex read_mutex_;  // likewise; guards `reader_`
+  ReplyReader reader_;
   std::shared_ptr<Stream> stream_;
-  IncomingReply incoming_reply_;
-  std::vector<uint8_t> read_buffer_;
-  size_t read_buffer_start_ = 0, read_buffer_end_ = 0;
   std::thread sender_thread_;
 };
-
-constexpr size_t READ_BUFFER_BYTES = 64u << 10;
 
 }  // namespace genie

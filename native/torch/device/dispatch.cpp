@@ -11,7 +11,7 @@
 #include "device_type.h"
 #include "errors.h"
 #include "generator.h"
-#include "op_traits.h"
+#include "op_table.h"
 #include "shape_inference.h"
 #include "results.h"
 #include "device_registry.h"
@@ -28,19 +28,6 @@ using torch::jit::Stack;
 
 constexpr size_t OP_CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
 constexpr int INFERENCE_ATTEMPTS_MAX = 4;
-
-// Schemas live as long as the process, so their address identifies them.
-const OpTraits& get_cached_op_traits(const c10::OperatorHandle& op) {
-  struct TraitsCacheEntry {
-    const void* schema = nullptr;
-    const OpTraits* traits = nullptr;
-  };
-  static thread_local TraitsCacheEntry cache[1024];
-  const void* schema = &op.schema();
-  TraitsCacheEntry& entry = cache[(reinterpret_cast<uintptr_t>(schema) >> 6) & 1023];
-  if (entry.schema != schema) entry = {schema, &get_op_traits(op)};
-  return *entry.traits;
-}
 
 // --- the key and the data of a call -------------------------------------------------------------
 
@@ -86,9 +73,13 @@ void add_aliasing_to_key(OpCall& call, const c10::TensorImpl* impl) {
 
 void add_remote_tensor_to_call(OpCall& call, const Tensor& tensor, bool is_written) {
   auto* impl = tensor.unsafeGetTensorImpl();
-  StorageHandle& handle = storage_handle_of(*impl);
+  StorageHandle found_by_pointer;
+  const StorageHandle* own_handle = find_storage_handle(*impl);
+  if (!own_handle) found_by_pointer = storage_handle_of(*impl);
+  const StorageHandle& handle = own_handle ? *own_handle : found_by_pointer;
   if (!call.connection) {
     call.connection = handle.connection.get();
+    if (!own_handle) call.kept_connection = handle.connection;
   } else if (call.connection != handle.connection.get()) {
     if (handle.connection->is_session_lost()) handle.connection->raise_session_lost();
     if (call.connection->is_session_lost()) call.connection->raise_session_lost();
@@ -342,22 +333,22 @@ void run_predicted_op(const CachedTemplatePtr& cached_template, Connection::Lock
 }  // namespace
 
 void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  const OpTraits& traits = get_cached_op_traits(op);
+  const KnownOp& known_op = get_known_op(op);
+  const OpTraits& traits = known_op.traits;
   size_t base = stack->size() - traits.argument_count;
   static thread_local OpCall scratch;
   for (int attempt = 0; attempt < INFERENCE_ATTEMPTS_MAX; attempt++) {
     OpCall call = std::move(scratch);  // inference may call other ops
     call.clear();
-    call.template_key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(&op.schema())));
+    call.template_key.push_back(known_op.number);
     for (size_t i = 0; i < traits.argument_count; i++) {
       add_argument_to_call(call, (*stack)[base + i],
                            traits.is_number_argument[i] && traits.sends_numbers_as_data,
                            traits.sends_numbers_as_data, writes_argument(traits, *stack, base, i));
     }
-    ConnectionPtr by_argument;
     if (!call.connection) {
-      by_argument = connection_of_device_argument(*stack, base, traits);
-      call.connection = by_argument.get();
+      call.kept_connection = connection_of_device_argument(*stack, base, traits);
+      call.connection = call.kept_connection.get();
     }
     if (call.misplaced_cpu_tensor) {
       if (!traits.accepts_cpu_indices || attempt > 0)
@@ -389,6 +380,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     } else {
       run_predicted_op(known, writer, call, traits, stack);
     }
+    call.release_references();
     scratch = std::move(call);
     return;
   }

@@ -175,6 +175,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
   WireReader in(reply.payload.data(), reply.payload.size());
   DynamicOpReply op_reply;
   std::vector<uint32_t> storages;
+  bool has_learned_outputs = false;
   try {
     op_reply = read_dynamic_op_reply(in, op.schema(), inputs.size());
     try {
@@ -196,7 +197,10 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
         has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
       cache_learned_outputs(op, traits, *cached_template, op_reply, writer, *stack);
     }
-    if (connection.is_recording_thread() && cached_template->mode == OpExecutionMode::Streamed)
+    // Read before unlock(): another thread may be changing the mode.
+    OpExecutionMode mode = cached_template->mode;
+    has_learned_outputs = mode == OpExecutionMode::Streamed || mode == OpExecutionMode::ClientOnly;
+    if (connection.is_recording_thread() && mode == OpExecutionMode::Streamed)
       write_graph_step(*cached_template, writer, call, storages);
     writer.unlock();
     apply_resized_inputs(in, inputs);
@@ -207,10 +211,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
   c10::SmallVector<IValue, 4> results;
   for (const OutputSpec& output : op_reply.outputs)
     results.push_back(make_result(output, connection, next, inputs));
-  if (cached_template->mode == OpExecutionMode::AwaitReply ||
-      cached_template->mode == OpExecutionMode::LearnFromReply) {
-    connection.check_not_recording(op.schema().name().c_str());
-  }
+  if (!has_learned_outputs) connection.check_not_recording(op.schema().name().c_str());
   torch::jit::drop(*stack, traits.argument_count);
   for (IValue& result : results) stack->push_back(std::move(result));
 }

@@ -1,17 +1,8 @@
 // Records graphs on the executor, and replays and frees them. See connection.h.
-#include <algorithm>
-#include <chrono>
-
 #include "connection.h"
 #include "errors.h"
 
 namespace genie {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 void Connection::check_not_recording(const char* operation) const {
   if (is_recording_thread()) {
@@ -23,98 +14,74 @@ void Connection::track_storage_access_in_graph(uint32_t storage, const c10::Stor
                                                bool is_written) {
   if (!is_recording_thread()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!recording_graph_) return;
-  auto owner = graph_by_created_storage_.find(storage);
-  if (owner != graph_by_created_storage_.end() && owner->second == recording_graph_) return;
-  recording_graph_->preexisting_storages.emplace(storage, c10_storage);
-  if (is_written) recording_graph_->written_preexisting_storages.insert(storage);
+  graphs_.track_access(storage, c10_storage, is_written);
 }
 
-Connection::StorageAccess Connection::storage_access_in_graph(uint32_t graph, uint32_t storage) const {
+StorageAccess Connection::storage_access_in_graph(uint32_t graph, uint32_t storage) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = graph_storages_by_number_.find(graph);
-  if (found == graph_storages_by_number_.end() || !found->second->preexisting_storages.contains(storage))
-    return StorageAccess::Unused;
-  return found->second->written_preexisting_storages.contains(storage) ? StorageAccess::Written
-                                                                       : StorageAccess::Read;
+  return graphs_.access(graph, storage);
 }
 
 size_t Connection::graph_written_storage_count(uint32_t graph) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = graph_storages_by_number_.find(graph);
-  return found == graph_storages_by_number_.end() ? 0 : found->second->written_preexisting_storages.size();
+  return graphs_.written_storage_count(graph);
 }
 
 bool Connection::is_created_by_recording(uint32_t storage) const {
   if (!is_recording_thread()) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  auto owner = graph_by_created_storage_.find(storage);
-  return owner != graph_by_created_storage_.end() && owner->second == recording_graph_;
+  return graphs_.is_created_by_recording(storage);
 }
 
 uint32_t Connection::begin_graph(const std::string& thread_name, double recording_thread_idle_s_max) {
   check_not_recording("another graph");
   LockedRecordWriter writer(*this);
-  if (free_graph_numbers_.empty() && next_graph_number_ >= GRAPHS_MAX) {
+  if (!graphs_.has_number_left()) {
     raise_python_error("device.op_refused",
                        options_.device_name + ": limit of " + std::to_string(GRAPHS_MAX) + " graphs reached");
   }
-  if (free_graph_numbers_.empty()) free_graph_numbers_.push_back(next_graph_number_++);
-  recording_graph_number_ = free_graph_numbers_.back();
-  free_graph_numbers_.pop_back();
-  auto& made = graph_storages_by_number_[recording_graph_number_] = std::make_unique<GraphStorages>();
-  recording_graph_ = made.get();
-  recording_thread_id_ = std::this_thread::get_id();
-  recording_thread_active_at_ = Clock::now();
-  recording_thread_name_ = thread_name;
-  recording_thread_idle_s_max_ = recording_thread_idle_s_max;
-  is_recording_ = true;
-  next_frame_records_.begin_record(RecordKind::GraphBegin);
-  next_frame_records_.write_u32(recording_graph_number_);
+  uint32_t graph = graphs_.begin(thread_name, recording_thread_idle_s_max);
+  writer.records().begin_record(RecordKind::GraphBegin);
+  writer.records().write_u32(graph);
   writer.finish_record();
-  return recording_graph_number_;
+  return graph;
 }
 
 void Connection::end_graph(uint32_t action) {
-  uint32_t number;
-  std::vector<uint32_t> waiting;
+  GraphRecorder::EndedRecording ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!recording_graph_) return;
-    next_frame_records_.begin_record(RecordKind::GraphEnd, action);
-    number = recording_graph_number_;
-    recording_graph_ = nullptr;
-    is_recording_ = false;
-    for (uint32_t generator : generators_to_free_after_recording_) write_free_generator(generator);
-    generators_to_free_after_recording_.clear();
-    waiting.swap(graphs_to_free_after_recording_);
+    if (!graphs_.is_recording()) return;
+    frames_.records().begin_record(RecordKind::GraphEnd, action);
+    ended = graphs_.end();
+    for (uint32_t generator : ended.generators_to_free) write_free_generator(generator);
     bind_and_free_unbound_outputs();
+    if (is_sender_thread_asleep_) wake_sender_thread();
     state_changed_.notify_all();
   }
-  if (action == GRAPH_DISCARD) release_graph_numbers_and_storages(number);
-  for (uint32_t graph : waiting) free_graph(graph);
+  if (action == GRAPH_DISCARD) release_graph_numbers_and_storages(ended.graph);
+  for (uint32_t graph : ended.graphs_to_free) free_graph(graph);
 }
 
 // Sent at once: it is much work for the executor, so batching has no benefit.
 void Connection::replay_graph(uint32_t graph) {
   check_not_recording("a replay");
   LockedRecordWriter writer(*this);
-  next_frame_records_.begin_record(RecordKind::GraphReplay);
-  next_frame_records_.write_u32(graph);
+  frames_.records().begin_record(RecordKind::GraphReplay);
+  frames_.records().write_u32(graph);
   writer.finish_record_and_send_frame();
 }
 
 uint32_t Connection::copy_graph_result(uint32_t result_storage) {
   LockedRecordWriter writer(*this);
-  auto graph = graph_by_created_storage_.find(result_storage);
-  if (graph == graph_by_created_storage_.end() || recording_graph_) {
+  if (graphs_.is_recording() || !graphs_.is_created_by_graph(result_storage)) {
     writer.unlock();
     return 0;
   }
   uint32_t taken = writer.assign_storage_number();
-  next_frame_records_.begin_record(RecordKind::GraphResult);
-  next_frame_records_.write_u32(result_storage);
-  next_frame_records_.write_u32(taken);
+  frames_.records().begin_record(RecordKind::GraphResult);
+  frames_.records().write_u32(result_storage);
+  frames_.records().write_u32(taken);
   writer.finish_record();
   return taken;
 }
@@ -123,31 +90,22 @@ void Connection::free_graph(uint32_t graph) noexcept {
   if (is_abandoned_after_fork_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (recording_graph_) {  // not allowed within a recording
-      graphs_to_free_after_recording_.push_back(graph);
-      return;
-    }
+    if (graphs_.is_recording()) return graphs_.free_graph_after_recording(graph);
     if (!is_session_lost_) {
-      next_frame_records_.begin_record(RecordKind::GraphFree);
-      next_frame_records_.write_u32(graph);
-      next_frame_record_count_++;
+      frames_.records().begin_record(RecordKind::GraphFree);
+      frames_.records().write_u32(graph);
+      frames_.count_record();
     }
   }
   release_graph_numbers_and_storages(graph);
 }
 
-// Frees its numbers, and the storages it used: after the lock is released, because freeing takes the lock.
+// Frees its numbers, and then, without the lock, the storages that it kept alive.
 void Connection::release_graph_numbers_and_storages(uint32_t graph_number) {
-  std::unique_ptr<GraphStorages> graph;
+  std::unique_ptr<GraphRecorder::GraphStorages> removed;
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = graph_storages_by_number_.find(graph_number);
-  if (found == graph_storages_by_number_.end()) return;
-  graph = std::move(found->second);
-  graph_storages_by_number_.erase(found);
-  std::erase_if(graph_by_created_storage_, [&](const auto& each) { return each.second == graph.get(); });
-  free_storage_numbers_.insert(free_storage_numbers_.end(), graph->freed_created_storages.begin(),
-                               graph->freed_created_storages.end());
-  free_graph_numbers_.push_back(graph_number);
+  removed = graphs_.remove(graph_number);
+  if (removed) storage_numbers_.free(removed->freed_created);
 }
 
 }  // namespace genie

@@ -143,7 +143,8 @@ Tensor resolve_and_make_contiguous(const Tensor& tensor) {
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
 void upload_tensor(const Tensor& target, const Tensor& source) {
   check_dimension_count(target.dim());
-  Connection& connection = *storage_handle_of(target).connection;
+  ConnectionPtr kept = storage_handle_of(target).connection;
+  Connection& connection = *kept;
   uint64_t bytes = source.nbytes();
   auto write = [&](WireWriter& records, bool is_inline) {
     records.begin_record(RecordKind::Put, is_inline);

@@ -125,12 +125,12 @@ py::tuple fetch_graph_report(Connection& connection, uint32_t graph) {
   }
 }
 
-// How a recorded graph accesses the storage of each tensor: values of Connection::StorageAccess.
+// How a recorded graph accesses the storage of each tensor: values of StorageAccess.
 std::vector<int> storage_accesses_in_graph(const Connection& connection, uint32_t graph,
                                            const std::vector<at::Tensor>& tensors) {
   std::vector<int> accesses;
   for (const at::Tensor& tensor : tensors) {
-    auto access = Connection::StorageAccess::Unused;
+    auto access = StorageAccess::Unused;
     if (tensor.device().type() == c10::DeviceType::PrivateUse1 && tensor.has_storage()) {
       const StorageHandle& handle = storage_handle_of(tensor);
       if (handle.connection.get() == &connection)
@@ -224,7 +224,7 @@ void copy_graph_inputs(Connection& connection, const std::vector<at::Tensor>& gr
 // Returns the caller's own copy of a graph's result. A result that fills its storage is copied only if
 // needed.
 at::Tensor copy_graph_result(const at::Tensor& result) {
-  StorageHandle& handle = storage_handle_of(result);
+  StorageHandle handle = storage_handle_of(result);
   bool fills = result.nbytes() == result.storage().nbytes() && !result.is_conj() && !result.is_neg();
   uint32_t storage = fills ? handle.connection->copy_graph_result(handle.storage_number) : 0;
   if (!storage) return result.clone();
@@ -293,9 +293,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("GRAPH_DISCARD") = GRAPH_DISCARD;
   m.attr("GRAPH_KEEP") = GRAPH_KEEP;
   m.attr("GRAPH_COMPILE") = GRAPH_COMPILE;
-  m.attr("STORAGE_UNUSED") = static_cast<int>(Connection::StorageAccess::Unused);
-  m.attr("STORAGE_READ") = static_cast<int>(Connection::StorageAccess::Read);
-  m.attr("STORAGE_WRITTEN") = static_cast<int>(Connection::StorageAccess::Written);
+  m.attr("STORAGE_UNUSED") = static_cast<int>(StorageAccess::Unused);
+  m.attr("STORAGE_READ") = static_cast<int>(StorageAccess::Read);
+  m.attr("STORAGE_WRITTEN") = static_cast<int>(StorageAccess::Written);
   for (py::handle each : py::module_::import("genie.errors").attr("all_errors")()) {
     register_error_class(each.attr("code").cast<std::string>(), each.ptr());
   }

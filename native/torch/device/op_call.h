@@ -19,7 +19,8 @@ struct OpCall {
       first_tensor_index_by_storage;  // storage -> tensor; used for many tensors
   at::Generator generator;            // at most one; its number is at `generator_offset` in the data
   size_t generator_offset = 0;
-  Connection* connection = nullptr;
+  Connection* connection = nullptr;  // kept alive by a tensor, or by `kept_connection`
+  ConnectionPtr kept_connection;
   const at::Tensor* misplaced_cpu_tensor = nullptr;  // a CPU tensor that would have to be moved
 
   void clear() {
@@ -27,9 +28,15 @@ struct OpCall {
     record_data.clear();
     remote_tensors.clear();
     if (!first_tensor_index_by_storage.empty()) first_tensor_index_by_storage.clear();
-    generator = at::Generator();
+    release_references();
     connection = nullptr;
     misplaced_cpu_tensor = nullptr;
+  }
+
+  // What a call that is not running must not keep alive.
+  void release_references() {
+    generator = at::Generator();
+    kept_connection.reset();
   }
 };
 

@@ -2,8 +2,6 @@
 #include "op_traits.h"
 
 #include <algorithm>
-#include <mutex>
-#include <unordered_map>
 
 namespace genie {
 
@@ -33,6 +31,8 @@ void set_undeclared_write_traits(const c10::FunctionSchema& schema, OpTraits& tr
     if (name == "training") traits.training_argument_index = i;
   }
 }
+
+}  // namespace
 
 OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
@@ -67,18 +67,6 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
              "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
              "_fused_sdp_choice"});
   return traits;
-}
-
-}  // namespace
-
-// Schemas live as long as the process, so their address identifies them.
-const OpTraits& get_op_traits(const c10::OperatorHandle& op) {
-  static std::mutex mutex;
-  static auto* all = new std::unordered_map<const void*, OpTraits>();
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = all->find(&op.schema());
-  if (found == all->end()) found = all->emplace(&op.schema(), compute_op_traits(op)).first;
-  return found->second;
 }
 
 }  // namespace genie

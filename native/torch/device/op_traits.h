@@ -27,8 +27,8 @@ struct OpTraits {
   std::optional<size_t> training_argument_index;
 };
 
-// Computed once per op, and cached.
-const OpTraits& get_op_traits(const c10::OperatorHandle& op);
+// op_table.h caches them.
+OpTraits compute_op_traits(const c10::OperatorHandle& op);
 
 bool contains_any_substring(const std::string& text, std::initializer_list<const char*> parts);
 bool accepts_tensor(const c10::Argument& argument);

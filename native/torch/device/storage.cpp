@@ -36,36 +36,35 @@ c10::DataPtr make_data_ptr(Connection& connection, uint32_t storage) {
 }
 
 // torch.save reads a storage through a tensor that it makes from the raw pointer.
-StorageHandle& storage_handle_by_pointer(const void* pointer) {
+StorageHandle storage_handle_by_pointer(const void* pointer) {
   auto value = reinterpret_cast<uint64_t>(pointer);
   ConnectionPtr connection;
   if (value >> 48 == PLACEHOLDER_POINTER_PREFIX)
     connection = device_registry().find_open_connection(static_cast<int>(value >> 40 & 0xff));
   if (!connection)
     raise_python_error("device.op_refused", "this tensor has no memory on a remote accelerator");
-  static thread_local StorageHandle found;
-  found = {connection, static_cast<uint32_t>(value)};
-  return found;
+  return {std::move(connection), static_cast<uint32_t>(value)};
 }
 
 }  // namespace
 
-StorageHandle& storage_handle_of(const c10::StorageImpl& storage) {
-  const c10::DataPtr& data = storage.data_ptr();
-  if (data.get_deleter() != &free_storage_and_handle) return storage_handle_by_pointer(data.get());
-  return *static_cast<StorageHandle*>(data.get_context());
+const StorageHandle* find_storage_handle(const c10::TensorImpl& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.unsafe_storage().unsafeGetStorageImpl()->data_ptr();
+  if (data.get_deleter() != &free_storage_and_handle) return nullptr;
+  return static_cast<const StorageHandle*>(data.get_context());
 }
 
-StorageHandle& storage_handle_of(const c10::TensorImpl& tensor) {
+StorageHandle storage_handle_of(const c10::StorageImpl& storage) {
+  const c10::DataPtr& data = storage.data_ptr();
+  if (data.get_deleter() != &free_storage_and_handle) return storage_handle_by_pointer(data.get());
+  return *static_cast<const StorageHandle*>(data.get_context());
+}
+
+StorageHandle storage_handle_of(const c10::TensorImpl& tensor) {
   if (!tensor.has_storage())
     raise_python_error("device.op_refused", "a tensor without a storage cannot be sent to an executor");
   return storage_handle_of(*tensor.unsafe_storage().unsafeGetStorageImpl());
-}
-
-bool has_storage_handle(const at::Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  return impl->has_storage() &&
-         impl->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get_deleter() == &free_storage_and_handle;
 }
 
 at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output) {
@@ -107,11 +106,10 @@ c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes) {
 }
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
-  StorageHandle& handle = storage_handle_of(storage);
+  StorageHandle handle = storage_handle_of(storage);
   if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage_number)) {
     // It is empty, so a new storage replaces it; an allocation can be recorded, a resize cannot.
-    ConnectionPtr connection = handle.connection;
-    storage.set_data_ptr_noswap(allocate_remote_storage(*connection, bytes));
+    storage.set_data_ptr_noswap(allocate_remote_storage(*handle.connection, bytes));
     storage.set_nbytes(bytes);
     return;
   }

@@ -15,15 +15,19 @@ struct StorageHandle {
   uint32_t storage_number = 0;
 };
 
-// The handle of a storage; raises for a tensor without remote memory.
-StorageHandle& storage_handle_of(const c10::TensorImpl& tensor);
-StorageHandle& storage_handle_of(const c10::StorageImpl& storage);
-inline StorageHandle& storage_handle_of(const at::Tensor& tensor) {
+// A copy of the handle of a storage; raises for a tensor without remote memory.
+StorageHandle storage_handle_of(const c10::TensorImpl& tensor);
+StorageHandle storage_handle_of(const c10::StorageImpl& storage);
+inline StorageHandle storage_handle_of(const at::Tensor& tensor) {
   return storage_handle_of(*tensor.unsafeGetTensorImpl());
 }
 
-// False for the fake tensors of torch's tracing and functional transforms.
-bool has_storage_handle(const at::Tensor& tensor);
+// The handle that the storage of the tensor owns. Null for the fake tensors of torch's tracing and functional
+// transforms, and for a tensor that was made from the pointer of a storage.
+const StorageHandle* find_storage_handle(const c10::TensorImpl& tensor);
+inline bool has_storage_handle(const at::Tensor& tensor) {
+  return find_storage_handle(*tensor.unsafeGetTensorImpl()) != nullptr;
+}
 
 // A tensor on a storage of the executor, which may be created by a record that is still in flight.
 at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const OutputSpec& output);
