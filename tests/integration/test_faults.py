@@ -23,6 +23,9 @@ from tests.integration.cluster_processes import ClusterProcesses, run_cluster_pr
 from tests.integration.running_cluster import make_python_job
 from tests.waiting import until
 
+NODE_TTL_S = 6.0
+"""Jobs are reclaimed after this and a grace period of 3 s."""
+
 
 def make_counting_job(file: Path, *, node_id: str = "", until_file: Path | None = None) -> JobSpec:
     """A job that writes its PID once and then counts until `until_file` exists."""
@@ -135,7 +138,10 @@ async def fetch_holds(client: ClusterClient) -> dict[str, list[tuple[str, int]]]
 
 
 @pytest.mark.timeout(120)
-async def test_job_of_a_killed_agent_continues_when_its_node_returns(tmp_path: Path) -> None:
+async def test_job_of_a_killed_agent_continues_when_its_node_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_NODE_TTL_S", str(NODE_TTL_S))
     first, next_one = CountingJobOutput(tmp_path / "first"), CountingJobOutput(tmp_path / "next")
     async with run_cluster_processes(tmp_path, "a") as cluster, cluster.client() as client:
         spec = make_counting_job(first.file, node_id="a", until_file=tmp_path / "end")
@@ -166,7 +172,10 @@ async def test_job_of_a_killed_agent_continues_when_its_node_returns(tmp_path: P
 
 
 @pytest.mark.timeout(120)
-async def test_job_that_ended_with_its_agent_is_lost_when_its_node_returns(tmp_path: Path) -> None:
+async def test_job_that_ended_with_its_agent_is_lost_when_its_node_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENIE_CONTROLLER_NODE_TTL_S", str(NODE_TTL_S))
     doomed, other, later = (CountingJobOutput(tmp_path / name) for name in ("doomed", "other", "later"))
     async with run_cluster_processes(tmp_path, "a", "b") as cluster, cluster.client() as client:
         job_a = await client.submit(make_counting_job(doomed.file, node_id="a"))

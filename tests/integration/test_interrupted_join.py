@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from genie.supervisor import local_cluster
-from tests.integration.test_servers import Server
+from tests.integration.test_servers import Server, end_servers
 from tests.needs import require_program
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,8 +49,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[Server, Server]]:
         first.start_first()
         yield first, second
     finally:
-        second.stop()
-        first.stop()
+        end_servers((first, second))
 
 
 @pytest.mark.parametrize("kill_at", ["learner", "promoted"])

@@ -14,7 +14,7 @@ import pytest
 from genie.controller.backups.backup_file import BackupReader
 from genie.controller.backups.restore import read_cluster_of_backup
 from genie.controller.etcd.local_member import LocalMember
-from tests.integration.test_servers import Server, alarms
+from tests.integration.test_servers import Server, alarms, end_servers
 from tests.needs import require_program
 from tests.waiting import wait_until
 
@@ -28,8 +28,7 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
     require_program("etcd", package="etcd-server")
     made = [Server(f"s{number}", f"127.0.0.{number + 1}", tmp_path / f"s{number}") for number in (1, 2, 3)]
     yield made
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(Server.stop, made))
+    end_servers(made)
 
 
 def start_with_sqlite(server: Server) -> None:
@@ -209,8 +208,7 @@ def check_previous_cluster_reports_the_restored_one(restored: Server, *previous:
     )
     statuses = {each["name"]: each["problem"] for each in first.list_members()}
     assert statuses[restored.name] == "belongs to another etcd cluster"
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(Server.stop, previous))
+    end_servers(previous)
 
 
 def test_repeated_restores_of_one_backup_get_different_generations(

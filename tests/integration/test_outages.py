@@ -17,6 +17,7 @@ from genie.errors import NodeError
 from genie.model.job import JobSpec, JobState, PlacementConstraints, Resources
 from tests.integration.cluster_processes import run_cluster_processes
 from tests.integration.test_faults import (
+    NODE_TTL_S,
     CountingJobOutput,
     fetch_holds,
     make_counting_job,
@@ -24,9 +25,6 @@ from tests.integration.test_faults import (
     watch_ledger,
 )
 from tests.waiting import until
-
-NODE_TTL_S = 6.0
-"""Jobs are reclaimed after this and a grace period of 3 s."""
 
 
 def make_job(file: Path, *, preemptible: bool) -> JobSpec:

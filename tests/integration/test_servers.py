@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,14 +123,25 @@ class Server:
         return set() if running is None else set(running.pids)
 
     def kill_everything(self) -> None:
-        running = local_cluster.find_running_cluster(self.state_dir)
-        assert running is not None
-        assert set(running.pids) == {"up", "controller", "agent", "etcd"}
-        for name in ("up", "etcd", "controller", "agent"):
-            os.kill(running.pids[name], signal.SIGKILL)
+        assert self.running_processes() == {"up", "controller", "agent", "etcd"}
+        self._kill_processes()
 
-    def stop(self) -> None:
-        self.run("down", check=False)
+    def _kill_processes(self) -> None:
+        running = local_cluster.find_running_cluster(self.state_dir)
+        for name in ("up", "etcd", "controller", "agent"):
+            if running is not None and name in running.pids:
+                with suppress(ProcessLookupError):
+                    os.kill(running.pids[name], signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ends processes and jobs after a test. Faster than 'genie down', which waits for what has failed."""
+        self._kill_processes()
+        asyncio.run(local_cluster.stop_running_cluster(self.state_dir))
+
+
+def end_servers(servers: Iterable[Server]) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Server.end, servers))
 
 
 @pytest.fixture
@@ -137,8 +149,7 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
     require_program("etcd", package="etcd-server")
     made = [Server(f"s{number}", f"127.0.0.{number + 1}", tmp_path / f"s{number}") for number in (1, 2, 3)]
     yield made
-    with ThreadPoolExecutor() as pool:  # a majority must still run for the others to leave in time
-        list(pool.map(Server.stop, made))
+    end_servers(made)
 
 
 def test_three_servers_survive_the_loss_of_the_first(servers: list[Server], tmp_path: Path) -> None:

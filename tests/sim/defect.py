@@ -13,8 +13,8 @@ PlantDefect = Callable[[pytest.MonkeyPatch], None]
 @dataclass(frozen=True)
 class Defect:
     """A defect, and seeds that pass without it. With it, the violations of one of them contain
-    `violation_text`. There are several where few seeds detect it, so that not every change of the code
-    requires new ones."""
+    `violation_text`: they are tried in turn until one does. There are several where few seeds detect it, so
+    that not every change of the code requires new ones."""
 
     plant: PlantDefect
     kind: str

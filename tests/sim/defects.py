@@ -452,13 +452,13 @@ DEFECTS = {
         _plant_unlimited_connections, "hostile", ("flood_connections",), (0,), "a client waited"
     ),
     "impatient confirmations": Defect(
-        _plant_impatient_confirmations, "disk", ("slow_disk",), (2, 11), "requests in"
+        _plant_impatient_confirmations, "disk", ("slow_disk",), (11, 2), "requests in"
     ),
     "retries without backoff": Defect(
         _plant_retries_without_backoff, "disk", ("slow_disk", "lose_store"), (37, 89, 95), "requests in"
     ),
     "lease not renewed while loading": Defect(
-        _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (1, 7), "no controller has led"
+        _plant_lease_not_renewed_while_loading, "disk", ("slow_load",), (7, 1), "no controller has led"
     ),
     "outdated tables": Defect(_plant_outdated_tables, "store", ("fail_back",), (0, 2), "has disappeared"),
     "dead-man time below discovery": Defect(
@@ -476,7 +476,7 @@ DEFECTS = {
         _plant_missing_dead_man_timer, "outage", ("isolate_node",), (0, 1), "of another epoch"
     ),
     "dead-man timer for all jobs": Defect(
-        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (0, 2), "without a fault"
+        _plant_dead_man_timer_for_all_jobs, "outage", ("isolate_node",), (2, 0), "without a fault"
     ),
     "jobs ended without a leader": Defect(
         _plant_jobs_ended_without_a_leader, "power", ("hang_store",), (1, 3), "without a fault"
@@ -489,7 +489,7 @@ DEFECTS = {
         "was not queued again",
     ),
     "removed node that keeps its jobs": Defect(
-        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (2, 5), "of a removed node"
+        _plant_removed_node_that_keeps_its_jobs, "outage", ("remove_node",), (5, 2), "of a removed node"
     ),
     "early expiry after a leader change": Defect(
         _plant_early_expiry_after_a_leader_change, "locks", ("restart_controller",), (2, 3), "was taken from"
@@ -498,13 +498,13 @@ DEFECTS = {
         _plant_tokens_of_one_term, "locks", ("restart_controller",), (0,), "was granted with token"
     ),
     "lease that counts from the reply": Defect(
-        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (8, 15, 19), "was taken from"
+        _plant_lease_that_counts_from_the_reply, "locks", ("pause_controller",), (15, 8, 19), "was taken from"
     ),
     "wall clock limits": Defect(
         _plant_wall_clock_limits, "time", ("step_controller",), (0,), "exceeded its time limit"
     ),
     "disk on event loop": Defect(
-        _plant_disk_on_event_loop, "disk", ("slow_disk",), (9, 10), "without a fault"
+        _plant_disk_on_event_loop, "disk", ("slow_disk",), (10, 9), "without a fault"
     ),
     "full disk as fault of the job": Defect(
         _plant_full_disk_as_fault_of_the_job, "disk", ("full_disk",), (1, 2), "without a fault"
@@ -534,13 +534,18 @@ DEFECTS = {
 }
 
 
-def find_violations(defect: Defect, seed: int, *, planted: bool) -> list[str]:
-    """Run a seed with or without the defect, with its faults only."""
-    with temporary_directory() as directory, pytest.MonkeyPatch.context() as patch:
-        if planted:
-            defect.plant(patch)
+def find_violations(defect: Defect, seed: int) -> list[str]:
+    """Run a seed with the defect, with its faults only."""
+    with pytest.MonkeyPatch.context() as patch:
+        defect.plant(patch)
+        return run_seed_with_faults(seed, defect.kind, defect.faults)
+
+
+def run_seed_with_faults(seed: int, kind: str, faults: tuple[str, ...]) -> list[str]:
+    """Run a seed with these faults only; return the violations."""
+    with temporary_directory() as directory:
         try:
-            return run_seed(seed, defect.kind, directory, faults=defect.faults)
+            return run_seed(seed, kind, directory, faults=faults)
         except (Exception, BaseExceptionGroup) as error:  # a defect may end a controller or an agent
             return [repr(error)]
 
@@ -564,10 +569,10 @@ def main() -> None:
     logging.getLogger("genie").setLevel(logging.CRITICAL)
     defect, detecting = DEFECTS[options.name], []
     for seed in range(options.seeds):
-        if clean := find_violations(defect, seed, planted=False):
+        if clean := run_seed_with_faults(seed, defect.kind, defect.faults):
             print(f"seed {seed} fails without the defect: {clean[0][:200]}")
             continue
-        found = find_violations(defect, seed, planted=True)
+        found = find_violations(defect, seed)
         if any(defect.violation_text in violation for violation in found):
             detecting.append(seed)
         elif found:
