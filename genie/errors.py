@@ -25,7 +25,8 @@ GenieError
 ├── AccessError                 authentication and authorization
 │   ├── TokenMissingError       no token was given or found
 │   ├── TokenRefusedError       the token is unknown, invalid, revoked, expired or already used
-│   │   └── NodeRemovedError    the node was removed from the cluster, or its token was revoked
+│   │   ├── NodeRemovedError    the node was removed from the cluster, or its token was revoked
+│   │   └── NodeNotAcceptedError  the cluster refuses the node of this machine, which may join again
 │   ├── PermissionError_        the token is valid but lacks the permission
 │   ├── TlsError                a certificate is missing or untrusted, or TLS is required
 │   │   ├── ClockSkewError      a certificate is not valid yet: the clocks of two machines differ
@@ -229,6 +230,10 @@ class TokenRefusedError(AccessError):
 
 class NodeRemovedError(TokenRefusedError):
     code = "access.token_refused.node_removed"
+
+
+class NodeNotAcceptedError(TokenRefusedError):
+    code = "access.token_refused.node_not_accepted"
 
 
 class PermissionError_(AccessError):  # noqa: N801 - PermissionError is a builtin

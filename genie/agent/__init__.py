@@ -8,4 +8,4 @@ from __future__ import annotations
 import signal
 
 KEEP_JOBS_SIGNAL = signal.SIGUSR1
-"""An agent that receives it ends, and its jobs go on; a supervisor passes it on."""
+"""An agent that receives it ends, and its jobs keep running; a supervisor forwards the signal."""

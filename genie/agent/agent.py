@@ -182,7 +182,8 @@ class Agent:
 
     def stop(self, *, keep_jobs: bool = False) -> None:
         """Ends all jobs (SIGTERM, then SIGKILL), notifies the controller and makes `run` return. With
-        `keep_jobs`, the jobs go on until the next agent of the node adopts them. Only the first call counts.
+        `keep_jobs`, the jobs keep running until the next agent of the node adopts them. Only the first call
+        counts.
         """
         if not self._stop_requested.is_set():
             self._keeps_jobs = keep_jobs

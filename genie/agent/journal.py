@@ -444,7 +444,7 @@ def _lock_node_directory(path: Path) -> files.FileLock:
     if lock is None:
         raise AgentRunningError(
             f"another agent already uses {path.parent}",
-            hint="stop it with 'genie down', or pass another --node-id",
+            hint="stop it with 'genie down --keep-jobs', or pass another --node-id",
         )
     return lock
 

@@ -52,7 +52,7 @@ SILENT_SHIM_TIMEOUT_S = 10.0
 """After the adoption, until a job with a dead-man timer is killed whose shim does not respond, while no
 leader has acknowledged a heartbeat. Below the shortest dead-man time of the default settings."""
 SILENT_SHIM_GRACE_S = 5.0
-"""Grace period of a job whose shim, which knows it, does not respond."""
+"""Grace period assumed while the shim does not respond."""
 SILENT_SHIM_REASON = "ended by Genie: its shim did not respond, and its dead-man timer has expired"
 _ADOPTED_SHIM_POLL_INTERVAL_S = 0.01
 
@@ -238,8 +238,7 @@ class ShimLauncher:
             {self._control_group} if self._control_group else set()
         )
         for record, connection in accepted:
-            if record.job_id not in self._shims:
-                self._adopt_shim(record, connection, jobs_dir / record.job_id, parents)
+            self._adopt_shim(record, connection, jobs_dir / record.job_id, parents)
         adopted = [each.adopted for each in self._shims.values() if each.adopted is not None]
         return adopted, await self._kill_leftovers(jobs_dir, parents, rejected_shims)
 
@@ -533,14 +532,21 @@ class ShimLauncher:
 def _connect_to_shims(
     jobs_dir: Path, may_adopt: Callable[[JobRecord], bool]
 ) -> tuple[list[tuple[JobRecord, ShimConnection]], leftovers.JobIdByProcess]:
-    """Returns the shims whose jobs are adopted, and the processes of those that are killed. Blocks."""
-    accepted: list[tuple[JobRecord, ShimConnection]] = []
+    """Returns the shims whose jobs are adopted, at most one of each job, and the processes of those that are
+    killed. Blocks."""
+    accepted: dict[str, tuple[JobRecord, ShimConnection]] = {}
     rejected: leftovers.JobIdByProcess = {}
+    found: list[tuple[JobRecord | None, ShimConnection]] = []
     for connection in leftovers.connect_to_shims(jobs_dir.parent / SHIM_SOCKETS_DIR):
         greeting = connection.greeting
         record = _read_record_of_silent_shim(jobs_dir, connection) if greeting is None else greeting.job
-        if record is not None and may_adopt(record):
-            accepted.append((record, connection))
+        found.append((record, connection))
+    # By descending epoch: the last launch of a job is adopted.
+    found.sort(key=lambda each: -1 if each[0] is None else each[0].epoch, reverse=True)
+    for record, connection in found:
+        greeting = connection.greeting
+        if record is not None and record.job_id not in accepted and may_adopt(record):
+            accepted[record.job_id] = (record, connection)
             continue
         _log.error(
             "ending job %s, epoch %s: %s",
@@ -553,7 +559,7 @@ def _connect_to_shims(
             rejected[greeting.shim_process] = greeting.job.job_id
         connection.control_socket.close()
         job_files.try_remove_any(connection.socket_path)
-    return accepted, rejected
+    return list(accepted.values()), rejected
 
 
 def _read_record_of_silent_shim(jobs_dir: Path, connection: ShimConnection) -> JobRecord | None:

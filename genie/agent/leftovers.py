@@ -66,7 +66,7 @@ class JobProcesses:
     find_orphans: Callable[[], JobIdByProcess] = dict
     """Returns adopted processes that belong to these jobs."""
     excluded_job_ids: frozenset[str] = frozenset()
-    """Jobs below `directory` that go on."""
+    """Jobs below `directory` that keep running."""
 
     def has_process_in_group(self) -> bool:
         """Whether a control group has a process."""
@@ -327,7 +327,7 @@ def parse_greeting(received_bytes: bytes, *, socket_name: str) -> tuple[Greeting
         raise ValueError(str(error)) from error
     found = f"{greeting.job.job_id}.{greeting.job.epoch}"
     if found != socket_name:
-        raise ValueError(f"it says that it runs {found}")
+        raise ValueError(f"its greeting names {found}")
     return greeting, rest
 
 

@@ -39,7 +39,7 @@ def lock_controller_directory(directory: Path) -> Iterator[None]:
     if lock is None:
         raise LeadershipError(
             f"another controller is using {directory}",
-            hint="stop it with 'genie down', or set GENIE_STATE_DIR to another directory",
+            hint="stop it with 'genie down --keep-jobs', or set GENIE_STATE_DIR to another directory",
         )
     try:
         yield

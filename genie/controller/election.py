@@ -324,8 +324,10 @@ class Election:
             await self._revoke_lease(lease_id)
             raise
         if not result.succeeded:
-            await self.read_leader()  # before anything else: requests can be forwarded to it
-            await self._revoke_lease(lease_id)
+            try:
+                await self.read_leader()  # before anything else: requests can be forwarded to it
+            finally:
+                await self._revoke_lease(lease_id)
             return False
         self.leader, self._lease_id = record, lease_id
         self._fencing_token = _make_fencing_token(generation, result.revision)

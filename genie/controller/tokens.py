@@ -125,8 +125,9 @@ class TokenRegistry:
         ):
             raise UsageError(
                 f"no server can join this cluster: its store is {self._config.store.partition(':')[0]}",
-                hint="to move a cluster from SQLite to etcd: 'genie down', then 'genie store migrate --to "
-                "etcd --bind ADDRESS'; with an external etcd, start every controller with its URL",
+                hint="to move a cluster from SQLite to etcd: 'genie down --keep-jobs', then 'genie store "
+                "migrate --to etcd --bind ADDRESS'; with an external etcd, start every controller with its "
+                "URL",
             )
         tenant = validate_name(tenant or DEFAULT_TENANT, what="tenant")
         if name:

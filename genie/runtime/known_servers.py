@@ -168,8 +168,8 @@ class ServerList:
         if kind in (NotLeaderError, StoreUnavailableError):
             return kind(
                 f"no leader of the cluster was found: {reasons}",
-                hint="there is none without a majority of the etcd members: "
-                "'genie etcd status' on a server shows them",
+                hint="'genie status --address HOST:PORT' of a server shows why; with etcd run by Genie, also "
+                "'genie etcd status' on a server",
             )
         return kind(
             f"no controller of the cluster accepted the request: {reasons}",

@@ -175,7 +175,7 @@ async def describe_remaining_servers(state_dir: Path) -> str:
     needed = total // 2 + 1
     remaining = f"{running} of {total} servers {'remains' if running == 1 else 'remain'}"
     if running >= needed:
-        return f"{remaining}, a majority: the cluster goes on without this one"
+        return f"{remaining}, a majority: the cluster stays available"
     return (
         f"warning: {remaining}, and {needed} are needed: without a leader, no job is accepted, started or "
         "recorded as ended until enough servers run again"

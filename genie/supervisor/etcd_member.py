@@ -335,7 +335,7 @@ class EtcdMemberProcess:
         self.child.start([program, *arguments])
 
     async def check_can_start(self, member: LocalMember) -> None:
-        """Checks program, disk and ports. Starts and writes nothing."""
+        """Checks program, disk and ports. Starts no process and leaves no files."""
         await asyncio.to_thread(
             self._check_and_find_etcd_program, member, etcd_data_directory(self._state_dir)
         )

@@ -116,7 +116,7 @@ async def hold_stopped_server(state_dir: Path, *, progress: ProgressPrinter) -> 
         if (running := find_running_cluster(state_dir)) is not None:
             raise AgentRunningError(
                 f"cannot replace the store: this machine runs a cluster {running}",
-                hint="stop it with 'genie down'",
+                hint="stop it with 'genie down --keep-jobs'",
             )
         await _check_other_members_stopped(state_dir, progress)
         yield
@@ -152,7 +152,7 @@ async def _check_other_members_stopped(state_dir: Path, progress: ProgressPrinte
         raise StoreNotEmptyError(
             f"the cluster that would be replaced has etcd members that are running: {', '.join(running)}",
             hint="if a majority of the servers is left, run 'genie up' here instead; to return to the backup "
-            "all the same, stop those servers with 'genie down'",
+            "all the same, stop those servers with 'genie down --keep-jobs'",
         )
 
 

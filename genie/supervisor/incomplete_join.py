@@ -2,8 +2,9 @@
 
     STATE/server-join.json    exists while a join as a server is not complete
 
-The file is written before the key of the CA, and removed when all processes of the server have started. It
-contains no secrets.
+The file is written before the key of the CA, and removed when all processes of the server have started. If
+`genie up` continues the join, it is removed when a majority of the etcd members has replied, before the other
+processes start. It contains no secrets.
 
 The record of the etcd member (STATE/etcd/member.json) is written before the request that makes the member a
 voter. While it exists, the join is only undone after the member was removed from the cluster: without the
@@ -125,14 +126,11 @@ class IncompleteJoin:
         mark_join_complete(state_dir)
 
 
-def mark_join_complete(state_dir: Path) -> bool:
-    """Removes the record of an incomplete join, also from the disk. Returns whether there was one."""
-    try:
+def mark_join_complete(state_dir: Path) -> None:
+    """Removes the record of an incomplete join if there is one, also from the disk."""
+    with suppress(FileNotFoundError):
         (state_dir / _RECORD_FILE).unlink()
-    except FileNotFoundError:
-        return False
-    files.sync_directory(state_dir)
-    return True
+        files.sync_directory(state_dir)
 
 
 async def undo_incomplete_join(state_dir: Path, *, progress: Callable[[str], None]) -> bool:

@@ -34,9 +34,9 @@ from genie.errors import (
     ConfigError,
     DeadlineError,
     GenieError,
+    NodeNotAcceptedError,
     StoreFullError,
     TokenMissingError,
-    TokenRefusedError,
     UnreachableError,
     UsageError,
 )
@@ -58,7 +58,7 @@ from genie.supervisor.etcd_member import (
     uses_local_etcd,
     with_settings_of_local_member,
 )
-from genie.supervisor.incomplete_join import mark_join_complete, undo_incomplete_join
+from genie.supervisor.incomplete_join import IncompleteJoin, mark_join_complete, undo_incomplete_join
 from genie.supervisor.local_node import (
     LocalNode,
     address_of_access,
@@ -66,6 +66,7 @@ from genie.supervisor.local_node import (
     has_joined,
     open_connection_of_access,
 )
+from genie.supervisor.machine_role import check_may_start_as_node, check_may_start_cluster
 from genie.supervisor.server_join import ServerJoin, check_not_a_server, parse_server_join_token
 
 _log = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ class Supervisor:
         """Returns when the etcd cluster serves requests; reports meanwhile which members do not run, also in
         the record of this process."""
         child, reported = self._etcd.child, ""
+        if IncompleteJoin.read(self._state_dir) is not None:
+            self._progress("continuing the join of this machine as a server, which was interrupted")
 
         def report(missing_servers: str) -> None:
             nonlocal reported
@@ -184,8 +187,7 @@ class Supervisor:
         await wait_for_majority(member, child, state_dir=self._state_dir, progress=report)
         if reported:
             self._record_missing_servers("")
-        if mark_join_complete(self._state_dir):
-            self._progress("continuing the join of this machine as a server, which was interrupted")
+        mark_join_complete(self._state_dir)
 
     def _record_missing_servers(self, missing_servers: str) -> None:
         if not self._is_program:
@@ -197,11 +199,11 @@ class Supervisor:
         except StoreFullError as error:
             _log.warning("could not record what this server waits for: %s", error)
 
-    def report_refused_node(self, error: TokenRefusedError) -> None:
+    def report_refused_node(self, error: NodeNotAcceptedError) -> None:
         """Says why no agent is started, and how this machine becomes a node again."""
         self._progress(
-            f"warning: no agent was started: {error.message}; to add this machine again, run 'genie down' "
-            "and 'genie up --rejoin'"
+            f"warning: no agent was started: {error.message}; to add this machine again, run 'genie down "
+            "--keep-jobs' and 'genie up --rejoin'"
         )
 
     async def join_as_server(self, access: ClusterConfig, *, agent: bool) -> None:
@@ -268,7 +270,7 @@ class Supervisor:
 
     async def start_agent(self, access: ClusterConfig, *, rejoin: bool = False) -> NodeInfo | None:
         """Starts the agent and waits until it has registered. Returns None with a join token, which cannot
-        list nodes. Raises TokenRefusedError for a node that the cluster refuses, unless `rejoin` or a join
+        list nodes. Raises NodeNotAcceptedError for a node that the cluster refuses, unless `rejoin` or a join
         token allows it to join again."""
         node_dir = await self._local_node.find_or_join(access, rejoin=rejoin)
         self._progress(f"starting the agent of node {self.node_id}")
@@ -303,7 +305,7 @@ class Supervisor:
                 self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
 
     def keep_jobs_on_stop(self) -> None:
-        """Lets the jobs of this machine go on when `stop` stops the agent; the next agent adopts them."""
+        """Keeps the jobs of this machine running when `stop` stops the agent; the next agent adopts them."""
         self._keeps_jobs = True
 
     async def stop(self) -> None:
@@ -435,9 +437,10 @@ async def run_local_cluster(
     `is_program`: this process only runs the cluster. It waits for a majority of the etcd members without a
     deadline, because the other servers may start at any time, and 'genie down' ends it.
 
-    Raises AgentRunningError if this state directory has a running cluster, AddressInUseError, and LaunchError
-    with the last lines of the log if a child does not start.
+    Raises ConfigError on a node of another cluster, AgentRunningError if this state directory has a running
+    cluster, AddressInUseError, and LaunchError with the last lines of the log if a child does not start.
     """
+    check_may_start_cluster(settings.paths.state_dir)
     settings = with_settings_of_local_member(settings)
     # Not a new cluster where a server of another one was wanted.
     opening = _run_supervisor(settings, progress, is_program=is_program, continues_after_undone_join=False)
@@ -458,7 +461,7 @@ async def run_local_cluster(
             if runs_agent and access is not None:
                 try:
                     await supervisor.start_agent(access, rejoin=rejoin)
-                except TokenRefusedError as error:
+                except NodeNotAcceptedError as error:
                     supervisor.report_refused_node(error)
         supervisor.complete_start(group)
         yield supervisor
@@ -475,8 +478,9 @@ async def run_local_agent(
 ) -> AsyncIterator[Supervisor]:
     """Runs an agent in the cluster of `access` for the block.
 
-    Raises UnreachableError if it has not registered within `timeout_s`.
+    Raises ConfigError on a server, and UnreachableError if it has not registered within `timeout_s`.
     """
+    check_may_start_as_node(settings.paths.state_dir)
     async with _run_supervisor(settings, progress, is_program=is_program) as (supervisor, group):
         async with _raise_on_start_timeout(timeout_s, supervisor, "the agent"):
             await supervisor.start_agent(access)
@@ -598,8 +602,8 @@ async def stop_running_cluster(
     """Stops the processes that `find_running_cluster` finds and returns them; None if there were none.
 
     Also ends jobs that an agent has left running, even if no process of the cluster is left. With
-    `keep_jobs`, the jobs go on until the next agent adopts them. Raises UsageError for `keep_jobs` if another
-    program hosts the cluster: it ends the jobs when it ends."""
+    `keep_jobs`, the jobs keep running until the next agent adopts them. Raises UsageError for `keep_jobs` if
+    another program hosts the cluster: it ends the jobs when it ends."""
     progress = _ignore_write_errors(progress)
     found = find_running_cluster(state_dir)
     if keep_jobs and found is not None and SUPERVISOR not in found.pids:
@@ -629,7 +633,8 @@ async def stop_running_cluster(
 
 
 async def kill_leftover_jobs(state_dir: Path) -> int:
-    """Kills jobs whose agent has ended without ending them; those without a dead-man timer go on otherwise.
+    """Kills jobs whose agent has ended without ending them; those without a dead-man timer keep running
+    otherwise.
     Returns the number of processes."""
     count = await asyncio.to_thread(kill_jobs_of_stopped_agents, state_dir / AGENTS_DIR)
     if count:

@@ -22,6 +22,7 @@ from genie.controller.etcd.local_member import LocalMember
 from genie.errors import (
     ConfigError,
     GenieError,
+    NodeNotAcceptedError,
     NodeRemovedError,
     PermissionError_,
     TokenMissingError,
@@ -114,7 +115,7 @@ class LocalNode:
         """Returns the directory of the node: one that has joined this cluster before, or a new one.
 
         With `rejoin` or a join token, a node whose token the cluster refuses joins again; otherwise that
-        raises TokenRefusedError (NodeRemovedError if the cluster has removed it).
+        raises NodeNotAcceptedError.
         """
         node_dir = self._find_joined_node(access)
         if node_dir is None:
@@ -133,8 +134,8 @@ class LocalNode:
         self._progress(f"{refusal.message}; joining again")
         self.node_id = node_dir.name
         joined = await self._join_as_new_node(access)
-        # An unknown token proves nothing (docs/decisions/0002-dead-man-timer.md): those jobs go on, and the
-        # leader decides about them when the agent has registered.
+        # An unknown token proves nothing (docs/decisions/0002-dead-man-timer.md): those jobs keep running,
+        # and the leader decides about them when the agent has registered.
         if isinstance(refusal, NodeRemovedError):
             await self._end_jobs(node_dir)
         return joined
@@ -221,11 +222,13 @@ async def _find_refusal(node_dir: Path, access: ClusterConfig) -> TokenRefusedEr
         return None  # the agent retries, and renews an expired certificate
 
 
-def _not_accepted_error(node_id: str, access: ClusterConfig, refusal: TokenRefusedError) -> TokenRefusedError:
+def _not_accepted_error(
+    node_id: str, access: ClusterConfig, refusal: TokenRefusedError
+) -> NodeNotAcceptedError:
     where = address_text(*address_of_access(access))
     is_removed = isinstance(refusal, NodeRemovedError)
-    kept = "" if is_removed else "; this may be another state of the cluster, so jobs of the node go on"
-    return (NodeRemovedError if is_removed else TokenRefusedError)(
+    kept = "" if is_removed else "; this may be another state of the cluster, so its jobs keep running"
+    return NodeNotAcceptedError(
         f"the cluster does not accept node {node_id}: {refusal.message}{kept}",
         hint="to add this machine again, create a token with 'genie token create --join' on a server, then "
         f"run 'genie join {where} --token-file FILE' here",

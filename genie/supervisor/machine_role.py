@@ -1,8 +1,8 @@
 """What this machine is, when nothing runs on it: a server, or a node of a cluster elsewhere.
 
 Starting a node as a new cluster would end the jobs that its agent had kept, and starting a server as a node
-would leave the cluster without one of its servers. So 'genie up' and 'genie join' check it first, and
-'genie down' and 'genie doctor' name the command that starts the machine again.
+would leave the cluster without one of its servers. So both are checked first, and 'genie down' and 'genie
+doctor' name the command that starts the machine again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from pathlib import Path
 
 from genie.agent.identity import list_node_dirs, read_controller_addresses
 from genie.config import Settings
-from genie.controller.etcd.local_member import LocalMember, etcd_member_directory
+from genie.controller.etcd.local_member import LocalMember, etcd_member_directory, has_member_record
 from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE
 from genie.errors import ConfigError
 from genie.model.names import address_text
-from genie.runtime.credentials import OWNER_TOKEN_FILE, is_wildcard
+from genie.runtime.credentials import DEFAULT_PORT, OWNER_TOKEN_FILE, is_wildcard
 from genie.supervisor.incomplete_join import IncompleteJoin
-
-_DEFAULT_PORT = 5555
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class JoinedNode:
     @property
     def start_command(self) -> str:
         """The command that starts its agent again."""
-        is_port_needed = self.port != _DEFAULT_PORT or ":" in self.host
+        is_port_needed = self.port != DEFAULT_PORT or ":" in self.host
         where = address_text(self.host, self.port) if is_port_needed else self.host
         return f"genie join {where} --node-id {self.node_id}"
 
@@ -60,12 +58,14 @@ def find_joined_nodes(state_dir: Path) -> list[JoinedNode]:
     return found
 
 
-def find_start_command(state_dir: Path, node_id: str) -> str:
-    """The command that starts this machine again; `node_id` is that of the agent that ran. Blocks."""
+def describe_how_to_start(state_dir: Path, node_id: str) -> str:
+    """How this machine is started again; `node_id` is that of the agent that ran. Blocks."""
     for node in find_joined_nodes(state_dir):
         if node.node_id == node_id:
-            return node.start_command
-    return "genie up"
+            return f"start it again with {node.start_command!r}"
+    # Only an etcd member remembers store, address and port.
+    options = "" if has_member_record(state_dir) else " and the options that were given before"
+    return f"start it again with 'genie up'{options}"
 
 
 def check_may_start_cluster(state_dir: Path) -> None:
@@ -83,8 +83,9 @@ def check_may_start_cluster(state_dir: Path) -> None:
 
 def check_may_start_as_node(state_dir: Path) -> None:
     """Raises ConfigError if 'genie join' would start only the agent of a server."""
-    member = LocalMember.read(state_dir)
-    if member is None or IncompleteJoin.read(state_dir) is not None:
+    member, incomplete = LocalMember.read(state_dir), IncompleteJoin.read(state_dir)
+    is_join_undone = incomplete is not None and not incomplete.may_vote(state_dir)
+    if member is None or is_join_undone:
         return
     raise ConfigError(
         f"this machine is the server {member.name}: start it with 'genie up'",
@@ -107,12 +108,11 @@ def check_etcd_address(settings: Settings) -> None:
     if is_wildcard(member.bind):
         return  # etcd listens on every address, and the controller on one of them
     raise ConfigError(
-        f"--bind {config.bind}: the etcd member of this machine stays on {member.bind}, where the other "
-        "servers expect it",
+        f"--bind {config.bind}: the etcd member of this machine is registered with address {member.bind}",
         hint="start it without --bind; to move the only server: 'genie store backup FILE' while it runs, "
-        f"'genie down', 'genie store restore FILE --bind {config.bind}'; one of several: 'genie down', "
-        f"'genie etcd remove {member.name}' on another server, then 'genie join --server' with --bind and "
-        "another GENIE_STATE_DIR",
+        f"'genie down --keep-jobs', 'genie store restore FILE --bind {config.bind}'; one of several: "
+        f"'genie down', 'genie etcd remove {member.name}' on another server, then 'genie join --server' with "
+        "--bind and another GENIE_STATE_DIR",
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -382,7 +382,32 @@ async def test_socket_that_belongs_to_another_job_is_rejected(
     first.close()
     (tmp_path / "shims" / "job-1.7").rename(tmp_path / "shims" / "job-2.7")
     assert await adopt_all(second, tmp_path) == []
-    assert "could not adopt the job of the shim at job-2.7: it says that it runs job-1.7" in caplog.text
+    assert "could not adopt the job of the shim at job-2.7: its greeting names job-1.7" in caplog.text
+
+
+async def test_only_the_last_launch_of_a_job_is_adopted(
+    make_launcher: MakeLauncher, make_adoptable_plan: MakeAdoptablePlan, tmp_path: Path
+) -> None:
+    """Also if an agent has left two, and the names of their sockets sort the other way."""
+    shims: dict[int, ProcessIdentity] = {}
+    first = make_adoptable_plan(*STAY)
+    for epoch in (9, 10):
+        record = JobRecord(job_id="job-1", epoch=epoch, incarnation=1, accepted_at=1.0)
+        socket_path = tmp_path / "shims" / f"job-1.{epoch}"
+        plan = replace(first, epoch=epoch, record=record, socket_path=socket_path)
+        agent = make_launcher()
+        await agent.start_job(plan, deadman_expiry_s=time.monotonic() + LONG_S)
+        started = plan.directory / "started.json"
+        await until(lambda path=started: leftovers.read_start_record(path), what="the job has started")
+        shims[epoch], _ = leftovers.read_start_record(started)
+        agent.close()
+        if epoch == 9:  # the other one writes it again
+            (tmp_path / "first").mkdir()
+            started.rename(tmp_path / "first" / "started.json")
+    (job,) = await adopt_all(make_launcher(), tmp_path)
+    assert job.record.epoch == 10
+    assert (shims[9].is_alive, shims[10].is_alive) == (False, True)
+    assert [path.name for path in (tmp_path / "shims").iterdir()] == ["job-1.10"]
 
 
 CONNECT = """

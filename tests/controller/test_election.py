@@ -9,7 +9,7 @@ import pytest
 from genie.controller.election import LEADER_KEY, Election, StoreHealth
 from genie.controller.ledger import Ledger
 from genie.controller.rows import Counter
-from genie.controller.store import Put
+from genie.controller.store import KeyValue, Put
 from genie.errors import DuplicateControllerError, NotLeaderError, StoreCorruptError, StoreUnavailableError
 from genie.sim.store import MemoryStore
 from tests.fakes.clock import FakeClock
@@ -55,6 +55,35 @@ async def test_candidate_that_loses_the_election_knows_the_winner() -> None:
     late_store.grant_lease = grant_after_the_other_has_won  # type: ignore[method-assign]
     assert not await late.try_win_election("a:1")
     assert late.leader is not None and late.leader.address == "b:1"
+    await other.resign()
+    await late_store.close()
+    await store.close()
+
+
+async def test_candidate_that_cannot_read_the_winner_keeps_no_lease() -> None:
+    clock = FakeClock()
+    store = await MemoryStore.open(clock=clock)
+    other = make_election(store, clock, "b")
+    late_store = store.connect()
+    late, get, revoke = make_election(late_store, clock, "a"), late_store.get, late_store.revoke_lease
+    revoked: list[int] = []
+
+    async def fail_after_the_other_has_won(key: str, *, timeout_s: float = 5.0) -> KeyValue | None:
+        if other.is_leading:
+            raise StoreUnavailableError("no reply")
+        found = await get(key, timeout_s=timeout_s)
+        if key == LEADER_KEY:
+            assert await other.try_win_election("b:1")
+        return found
+
+    async def record_revoked(lease_id: int, *, timeout_s: float = 5.0) -> None:
+        revoked.append(lease_id)
+        await revoke(lease_id, timeout_s=timeout_s)
+
+    late_store.get = fail_after_the_other_has_won  # type: ignore[method-assign]
+    late_store.revoke_lease = record_revoked  # type: ignore[method-assign]
+    assert not await late.try_win_election("a:1")
+    assert len(revoked) == 1
     await other.resign()
     await late_store.close()
     await store.close()

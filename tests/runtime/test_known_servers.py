@@ -64,7 +64,11 @@ def test_damaged_file_counts_as_none(tmp_path: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (NotLeaderError("it does not lead"), "no leader of the cluster was found", "genie etcd status"),
+        (
+            NotLeaderError("it does not lead"),
+            "no leader of the cluster was found",
+            "'genie status --address HOST:PORT' of a server shows why",
+        ),
         (UnreachableError("no reply"), "no controller of the cluster accepted", "check the network"),
     ],
 )

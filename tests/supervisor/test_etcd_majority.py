@@ -17,7 +17,7 @@ from tests.ports import free_ports
 @pytest.mark.parametrize(
     ("running", "stopped", "expected"),
     [
-        (2, 0, "2 of 3 servers remain, a majority: the cluster goes on without this one"),
+        (2, 0, "2 of 3 servers remain, a majority: the cluster stays available"),
         (1, 1, "warning: 1 of 3 servers remains, and 2 are needed"),
         (1, 0, "warning: 1 of 2 servers remains, and 2 are needed"),
         (0, 2, "warning: 0 of 3 servers remain, and 2 are needed"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from genie import config
 from genie.agent.journal import AGENT_LOCK_FILE
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.controller.etcd.local_member import LocalMember
@@ -17,6 +18,7 @@ from genie.errors import NodeError
 from genie.processes import files
 from genie.processes.process_identity import ProcessIdentity
 from genie.supervisor.incomplete_join import IncompleteJoin, mark_join_complete, undo_incomplete_join
+from genie.supervisor.local_cluster import Supervisor
 
 MEMBER = LocalMember(
     name="s2", host="127.0.0.3", client_port=1, peer_port=2, bind="127.0.0.3", controller_port=3
@@ -82,9 +84,23 @@ def test_completion_of_a_join_is_synced_to_the_disk(tmp_path: Path, monkeypatch:
     INCOMPLETE.write(tmp_path)
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
-    assert mark_join_complete(tmp_path)
+    mark_join_complete(tmp_path)
     assert synced == [tmp_path]
-    assert not mark_join_complete(tmp_path)
+    mark_join_complete(tmp_path)
+
+
+async def test_continued_join_is_reported_before_the_wait_for_the_other_servers(tmp_path: Path) -> None:
+    class ReportedError(Exception):
+        pass
+
+    def raise_line(line: str) -> None:
+        raise ReportedError(line)
+
+    INCOMPLETE.write(tmp_path)
+    settings = config.load({"paths.state_dir": tmp_path})
+    supervisor = Supervisor(settings, progress=raise_line, is_program=False)
+    with pytest.raises(ReportedError, match="continuing the join of this machine"):
+        await supervisor.wait_for_etcd_majority(MEMBER)
 
 
 async def test_jobs_of_an_undone_join_are_ended(tmp_path: Path) -> None:

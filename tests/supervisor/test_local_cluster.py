@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -467,17 +469,51 @@ async def test_jobs_of_a_removed_node_are_ended_although_no_agent_is_started(
     assert progress.has("no agent was started")
 
 
-async def test_jobs_are_kept_if_the_token_of_their_node_is_unknown(
-    kept_job_pid: int, tmp_path: Path, progress: ProgressLog
-) -> None:
+def test_jobs_are_kept_if_the_token_of_their_node_is_unknown(kept_job_pid: int, tmp_path: Path) -> None:
     """Such as in a restored backup that is older than the node."""
     path = tmp_path / "agents" / "n1" / "node.token"
     path.write_text(str(replace(parse_token(path.read_text()), token_id="unknown")))
-    settings = load_settings(tmp_path)
-    async with local_cluster.run_local_cluster(settings, progress=progress) as running:
-        assert progress.has("no agent was started")
-        running.keep_jobs_on_stop()
+    warning = run_genie(tmp_path, "up", "--detach")
+    assert "no agent was started" in warning and "its jobs keep running" in warning
+    (stop,) = re.findall(r"to add this machine again, run 'genie (.+)' and 'genie up --rejoin'", warning)
+    run_genie(tmp_path, *stop.split())
     assert is_alive(kept_job_pid)
+
+
+def run_genie(state_dir: Path, *arguments: str) -> str:
+    """Returns what the command has printed to standard error."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "genie", *arguments],
+        env=os.environ | {"GENIE_STATE_DIR": str(state_dir), "GENIE_CONTROLLER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return ran.stderr
+
+
+async def test_start_fails_if_another_token_than_that_of_the_node_is_refused(tmp_path: Path) -> None:
+    """Here the join token, which is revoked before it is used."""
+    settings = load_settings(tmp_path)
+
+    async def revoke_join_tokens() -> None:
+        found = LocalCluster.read(tmp_path)
+        assert found is not None
+        access = local_cluster.make_owner_access(tmp_path, found)
+        async with open_client(replace(settings, cluster=access)) as client:
+            for record in await client.list_tokens():
+                if record.kind is TokenKind.JOIN:
+                    await client.revoke_token(record.token_id)
+
+    def revoke_before_the_join(line: str) -> None:
+        if line.startswith("joining the cluster"):  # in a thread: this one has a running event loop
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: asyncio.run(revoke_join_tokens())).result()
+
+    with pytest.raises(TokenRefusedError, match="was revoked"):
+        async with local_cluster.run_local_cluster(settings, progress=revoke_before_the_join):
+            pass
 
 
 async def test_jobs_of_a_hosted_cluster_cannot_be_kept(

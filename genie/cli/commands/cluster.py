@@ -120,7 +120,7 @@ def up(
     from genie.supervisor import machine_role
     from genie.supervisor.etcd_member import with_settings_of_local_member
 
-    machine_role.check_may_start_cluster(settings.paths.state_dir)
+    machine_role.check_may_start_cluster(settings.paths.state_dir)  # before its options are checked
     settings = with_settings_of_local_member(settings)
     machine_role.check_etcd_address(settings)
     check_bind_address(settings.controller)
@@ -179,12 +179,16 @@ def join(
     given |= _join_settings(controller, token=text, node_id=node_id)
     settings = invocation.load_settings(given, keep_info_logs=True)
     _validate_token_and_node_id(settings)
-    from genie.supervisor import local_cluster, machine_role
+    from genie.supervisor import local_cluster
 
-    if not server:
-        machine_role.check_may_start_as_node(settings.paths.state_dir)
     if detach:
         from genie.cli import background
+        from genie.supervisor import machine_role
+
+        if not server:
+            machine_role.check_may_start_as_node(
+                settings.paths.state_dir
+            )  # before the start in the background
 
         flags = {"--node-id": node_id, "--bind": bind, "--port": port}
         join_command = ["join", controller]
@@ -252,7 +256,7 @@ def down(
             state_dir, progress=progress, agent_grace_s=settings.agent.stop_grace_s, keep_jobs=keep_jobs
         )
     )
-    start_again = f"start it again with {machine_role.find_start_command(state_dir, found.node_id)!r}"
+    start_again = machine_role.describe_how_to_start(state_dir, found.node_id)
     if keep_jobs and found.node_id:
         output.write_line(f"stopped; its jobs continue: {start_again}")
         return

@@ -160,14 +160,11 @@ async def _remove_member(settings: Settings, name: str) -> list[ServerRelease]:
 
 
 def _check_majority_responds(statuses: tuple[MemberStatus, ...], name: str) -> None:
-    voters = [each for each in statuses if not each.info.is_learner]
-    responding, needed = sum(not each.problem for each in voters), len(voters) // 2 + 1
-    if responding < needed:
+    if problem := _find_majority_problem(statuses):
         raise StoreError(
-            f"cannot remove etcd member {name}: {responding} of {len(voters)} members respond, and a change "
-            f"needs a majority ({needed})",
+            f"cannot remove etcd member {name}: {problem}",
             hint="start other servers with 'genie up'; if they are lost for good, restore a backup on this "
-            "one ('genie down', then 'genie store restore FILE')",
+            "one ('genie down --keep-jobs', then 'genie store restore FILE')",
         )
 
 

@@ -438,8 +438,8 @@ def _check_can_migrate(settings: Settings, target: Settings) -> None:
     if _is_run_by_genie(settings):
         raise UsageError(
             "cannot migrate from etcd members that Genie runs: they stop together with the controllers",
-            hint="run 'genie store backup FILE' while the cluster is running, 'genie down' on all servers, "
-            f"and 'genie store restore FILE --store {target.controller.store}'",
+            hint="run 'genie store backup FILE' while the cluster is running, 'genie down --keep-jobs' on "
+            f"all servers, and 'genie store restore FILE --store {target.controller.store}'",
         )
     _check_store_exists(settings)
     if _is_run_by_genie(target):

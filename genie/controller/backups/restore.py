@@ -167,7 +167,8 @@ async def check_store_unused(store: Store, *, store_name: str) -> None:
         record = msgspec.json.decode(leader.value, type=LeaderRecord)
         raise StoreNotEmptyError(
             f"the controller at {record.address} is using the store {store_name}",
-            hint="stop it with 'genie down' on its machine; the lease of a killed one expires within seconds",
+            hint="stop it with 'genie down --keep-jobs' on its machine; the lease of a killed one expires "
+            "within seconds",
         )
 
 

@@ -154,7 +154,7 @@ class Agents:
         def build(txn: Transaction) -> None:
             self._check_incarnation(node_id, node.incarnation)
             if self._ledger.nodes.why_read_only(node_id) or self._ledger.holds.why_read_only(node_id):
-                return  # its jobs go on; nothing is placed there
+                return  # its jobs keep running; nothing is placed there
             before = self._ledger.nodes.get(node_id) or record
             kept = msgspec.structs.replace(
                 record, drain_status=before.drain_status, moves_jobs=before.moves_jobs

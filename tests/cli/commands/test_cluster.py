@@ -139,7 +139,7 @@ def test_server_is_not_started_with_join_and_first_server_needs_an_address(genie
     assert "this machine is the server box1: start it with 'genie up'" in ran.err
     ran = genie("up", "--bind", "127.0.0.8", *detach)
     assert (ran.code, ran.out) == (2, "")
-    assert "--bind 127.0.0.8: the etcd member of this machine stays on 127.0.0.9" in ran.err
+    assert "--bind 127.0.0.8: the etcd member of this machine is registered with address 127.0.0.9" in ran.err
 
 
 def test_join_to_an_unreachable_address_is_a_transport_error(genie, state_dir) -> None:
@@ -476,8 +476,8 @@ def test_down_keeps_jobs_on_request_and_the_next_up_takes_them_over(run_in_proce
         job = run_in_process(commands, "submit", "--", "sh", "-c", script).out.strip()
         wait_until(lambda: "running" in run_in_process(commands, "jobs").out)
         ran = run_in_process(commands, "down", "--keep-jobs")
-        kept = "stopped; its jobs continue: start it again with 'genie up'\n"
-        assert (ran.code, ran.out) == (0, kept)
+        start_again = "start it again with 'genie up' and the options that were given before"
+        assert (ran.code, ran.out) == (0, f"stopped; its jobs continue: {start_again}\n")
         assert "will be terminated" not in ran.err
         assert find_running_cluster(commands.state_dir) is None
         ran = run_in_process(commands, "down", "--keep-jobs")

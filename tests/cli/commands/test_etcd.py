@@ -68,15 +68,17 @@ def test_status_shows_a_failed_handshake_without_the_log_of_grpc(tmp_path: Path)
         member = new_local_member(config, name="s1")
         member.write(tmp_path)
         write_etcd_member_certificate(config, member, state_dir=tmp_path)
-        done = subprocess.run(
-            [sys.executable, "-m", "genie", "etcd", "status"],
-            env={**os.environ, "GENIE_STATE_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "genie", "etcd", "status"],
+                env={**os.environ, "GENIE_STATE_DIR": str(tmp_path)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
     assert done.returncode == 1
     assert "TLS handshake with etcd failed" in done.stdout and "ipv4:" not in done.stdout
     assert done.stderr == "0 of 1 members respond, 1 needed\n"
