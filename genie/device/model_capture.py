@@ -147,7 +147,7 @@ class CapturedModel:
             )
         return (
             tuple([module.training for module in self._modules]),
-            genie_device.torch_settings_bits(),
+            genie_device.torch_settings_key(),
             torch.get_default_device() if torch._C._len_torch_function_stack() else None,
         )
 

@@ -33,9 +33,9 @@
 //   SetGenerator   u32 generator, u32 bytes, state.
 //   FreeGenerator  u32 generator.
 //   Stats          Reply: StatsReply. Argument 1: reset the peak afterwards.
-//   GraphBegin     u32 graph. Op, Allocate and Free up to GraphEnd are executed and also recorded. Only they,
-//                  DefineTemplate, DropTemplate, DynamicOp, BindOutputs, GraphStep and DropParcel may come
-//                  between; a storage that is created there keeps its number for the graph until GraphFree.
+//   GraphBegin     u32 graph. Op, Allocate, Free and Settings up to GraphEnd are executed and also recorded.
+//                  Only they, DefineTemplate, DropTemplate, DynamicOp, BindOutputs, GraphStep and DropParcel may
+//                  come between; a storage that is created there keeps its number for the graph until GraphFree.
 //   GraphStep      As Op, but only recorded: it ran just before as a DynamicOp, and its outputs are known.
 //   GraphEnd       argument: GRAPH_DISCARD, GRAPH_KEEP, or GRAPH_COMPILE: keep, and compile at the first
 //                  replay if possible.
@@ -53,6 +53,8 @@
 //   FetchParcel    View, u64 bytes, ParcelOrigin. Fetches the parcel from the other executor into the view.
 //                  It is alone in its frame, and the frame counts as received when the fetch has ended: after a
 //                  reconnect the client sends it again. When it fails, the whole storage is poisoned.
+//   Settings       Settings (settings.h) for the ops that follow; before the first one, those of the executor's
+//                  process. A graph keeps the settings of its recording.
 //   CloseSession   The client ends the session. Last record.
 // clang-format on
 // Generator 0 is the session's default generator; others are created when they are first named.
@@ -176,6 +178,7 @@ enum class RecordKind : uint8_t {
   PublishParcel = 24,
   FetchParcel = 25,
   DropParcel = 26,
+  Settings = 27,
 };
 constexpr uint32_t GRAPH_DISCARD = 0, GRAPH_KEEP = 1, GRAPH_COMPILE = 2;  // arguments of GraphEnd
 // How an executor replays a graph.

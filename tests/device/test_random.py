@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - everyone's name for it
 from tests.device.conftest import D0, D1
 from tests.device.scripts import run_script
 from tests.executor.process import running_executor
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("devices")
 
@@ -105,3 +106,15 @@ def test_threads_may_share_a_generator(tmp_path: Path) -> None:
             """,
             executor.port,
         )
+
+
+def test_a_generator_is_freed_with_its_last_reference() -> None:
+    def bytes_sent() -> int:
+        return int(torch.remote_accelerator.stream_stats(0)["bytes_sent"])  # type: ignore[attr-defined]
+
+    generator = torch.Generator(device=D0)
+    torch.rand(2, device=D0, generator=generator).cpu()
+    torch.remote_accelerator.synchronize(0)  # type: ignore[attr-defined]
+    before = bytes_sent()
+    del generator
+    wait_until(lambda: bytes_sent() > before, timeout_s=10, what="the generator to be freed on the executor")

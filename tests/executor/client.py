@@ -63,6 +63,7 @@ class RecordKind(IntEnum):
     PUBLISH_PARCEL = 24
     FETCH_PARCEL = 25
     DROP_PARCEL = 26
+    SETTINGS = 27
 
 
 # --- values -------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - everyone's name for it
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genie import device
 from genie.errors import DeviceLostError, RemoteOpError
@@ -96,6 +98,58 @@ def test_errors_name_devices_and_ops() -> None:
         torch.ones(2, device=D0) + torch.ones(2, device="cuda")
     assert torch.ones(2, device="cuda").to(D0).tolist() == [1, 1]
     assert torch.ones(2, device=D0).to("cuda").tolist() == [1, 1]
+
+
+@pytest.fixture
+def default_settings() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+def equals_local_cuda(compute: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Return the result, which is the same on both devices."""
+    torch.manual_seed(4)
+    local = compute("cuda").cpu()
+    torch.manual_seed(4)
+    found = compute(D0).cpu()
+    assert torch.equal(found, local)
+    return found
+
+
+@pytest.mark.usefixtures("default_settings")
+def test_float32_precision_is_that_of_local_cuda() -> None:
+    def product(device: str) -> torch.Tensor:
+        return torch.randn(256, 256).to(device) @ torch.randn(256, 256).to(device)
+
+    def convolved(device: str) -> torch.Tensor:
+        return F.conv2d(torch.randn(4, 16, 32, 32).to(device), torch.randn(16, 16, 3, 3).to(device))
+
+    exact = equals_local_cuda(product)
+    torch.set_float32_matmul_precision("high")
+    assert not torch.equal(equals_local_cuda(product), exact)
+    with_tf32 = equals_local_cuda(convolved)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert not torch.equal(equals_local_cuda(convolved), with_tf32)
+
+
+@pytest.mark.usefixtures("default_settings")
+def test_nondeterministic_op_raises_as_on_local_cuda() -> None:
+    torch.use_deterministic_algorithms(True)
+    for where in ("cuda", D0):
+        with pytest.raises(RuntimeError, match="kthvalue CUDA does not have a deterministic implementation"):
+            torch.rand(4).to(where).kthvalue(2)[0].cpu()
+
+
+def test_attention_backend_is_that_of_local_cuda() -> None:
+    def attention(device: str) -> torch.Tensor:
+        query, key, value = torch.randn(3, 2, 4, 64, 64, dtype=torch.bfloat16).to(device)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    equals_local_cuda(attention)
+    for backend in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            equals_local_cuda(attention)
 
 
 def test_device_fault_ends_the_executor_with_a_clear_error() -> None:

@@ -1,7 +1,7 @@
 // The client's end of the op stream to one executor (wire.h): batches records into frames, sends frames
 // without waiting, waits for replies only where a value is needed, and resumes after a connection loss.
-// Its state is in parts: FrameQueue, ReplyTable, ReplyReader, GraphRecorder, ParcelFetches. This class has the
-// locks, the threads and the socket.
+// Its state is in parts: FrameQueue, ReplyTable, ReplyReader, GraphRecorder, ParcelFetches. This class has
+// the locks, the threads and the socket.
 //
 // The thread that fills a frame sends it if the socket accepts it. The sender thread sends the rest and
 // incomplete frames, and reconnects. There is no reader thread: a thread that waits for a reply reads, for
@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,6 +26,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include "../settings.h"
 #include "../stream.h"
 #include "../wire.h"
 #include "frame_queue.h"
@@ -74,6 +76,7 @@ class Connection final : public c10::intrusive_ptr_target {
 
   const ConnectionOptions& options() const { return options_; }
   bool executor_uses_cuda() const { return options_.accelerator_kind == "cuda"; }
+  bool executor_uses_cpu() const { return options_.accelerator_kind == "cpu"; }
   bool is_session_lost() const { return is_session_lost_.load(std::memory_order_acquire); }
   [[noreturn]] void raise_session_lost() const;
 
@@ -89,6 +92,8 @@ class Connection final : public c10::intrusive_ptr_target {
     uint32_t assign_generator_number();
     uint64_t assign_parcel_number() { return ++connection_.last_parcel_number_; }
     TemplateCache& templates() { return connection_.templates_; }
+    // Those that the last Settings record has sent, if any.
+    std::optional<Settings>& sent_settings() { return connection_.sent_settings_; }
     ConnectionCounters& counters() { return connection_.counters_; }
     // Ends a record. Sends the frame if it is full.
     void finish_record();
@@ -245,6 +250,7 @@ class Connection final : public c10::intrusive_ptr_target {
   GraphRecorder graphs_;
   ParcelFetches fetches_;
   TemplateCache templates_;
+  std::optional<Settings> sent_settings_;
   NumberPool storage_numbers_{1, STORAGES_MAX}, generator_numbers_{1, GENERATORS_MAX};
   uint64_t last_parcel_number_ = 0;  // last number that this executor has published
   ConnectionCounters counters_;

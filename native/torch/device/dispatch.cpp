@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "current_settings.h"
 #include "dynamic_ops.h"
 #include "op_call.h"
 #include "device_type.h"
@@ -28,6 +29,43 @@ using torch::jit::Stack;
 
 constexpr size_t OP_CALL_BYTES_MAX = FRAME_BYTES_MAX - (256u << 10);
 constexpr int INFERENCE_ATTEMPTS_MAX = 4;
+
+// --- settings -----------------------------------------------------------------------------------
+
+// torch has no notification of changes, so each call compares the settings. Elementwise ops and views depend
+// on few of them, which are cheap to read.
+void add_base_settings_to_key(const KnownOp& known_op, OpCall& call) {
+  call.base_settings = current_base_settings();
+  call.template_key.push_back(static_cast<int64_t>(known_op.number) << 16 |
+                              call.base_settings.default_dtype << 8 | call.base_settings.flushes_denormals);
+}
+
+KernelSettings kernel_settings_for(const Connection& connection) {
+  return current_kernel_settings(connection.executor_uses_cpu() ? PrecisionsOf::Cpu : PrecisionsOf::Gpu);
+}
+
+// After the arguments, which determine the connection.
+void add_kernel_settings_to_key(const KnownOp& known_op, OpCall& call) {
+  call.kernel_settings.reset();
+  if (!known_op.depends_on_kernel_settings) return;
+  call.kernel_settings = kernel_settings_for(*call.connection);
+  int64_t words[sizeof(KernelSettings) / sizeof(int64_t)];
+  static_assert(sizeof words == sizeof(KernelSettings));
+  std::memcpy(words, &*call.kernel_settings, sizeof words);
+  call.template_key.insert(call.template_key.end(), std::begin(words), std::end(words));
+}
+
+void send_changed_settings(const OpCall& call, Connection::LockedRecordWriter& writer) {
+  std::optional<Settings>& sent = writer.sent_settings();
+  bool is_unchanged = sent && sent->base == call.base_settings &&
+                      (!call.kernel_settings || sent->kernels == *call.kernel_settings);
+  if (is_unchanged) return;
+  Settings changed{call.base_settings, call.kernel_settings.value_or(kernel_settings_for(*call.connection))};
+  check_settings_supported(changed);
+  writer.records().begin_record(RecordKind::Settings);
+  writer.records().append_value(changed);
+  sent = changed;
+}
 
 // --- the key and the data of a call -------------------------------------------------------------
 
@@ -340,7 +378,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   for (int attempt = 0; attempt < INFERENCE_ATTEMPTS_MAX; attempt++) {
     OpCall call = std::move(scratch);  // inference may call other ops
     call.clear();
-    call.template_key.push_back(known_op.number);
+    add_base_settings_to_key(known_op, call);
     for (size_t i = 0; i < traits.argument_count; i++) {
       add_argument_to_call(call, (*stack)[base + i],
                            traits.is_number_argument[i] && traits.sends_numbers_as_data,
@@ -362,6 +400,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       call.record_data.overwrite_u32(call.generator_offset,
                                      check_and_get_generator_number(call.generator, *call.connection));
     }
+    add_kernel_settings_to_key(known_op, call);
     uint64_t hash = hash_template_key(call.template_key);
     Connection::LockedRecordWriter writer(*call.connection);
     CachedTemplatePtr known = writer.templates().find(hash, call.template_key);
@@ -373,6 +412,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
         continue;
       }
     }
+    if (known->mode != OpExecutionMode::ClientOnly) send_changed_settings(call, writer);
     if (known->mode == OpExecutionMode::AwaitReply || known->mode == OpExecutionMode::LearnFromReply) {
       if (known->mode == OpExecutionMode::AwaitReply)
         call.connection->check_not_recording(op.schema().name().c_str());

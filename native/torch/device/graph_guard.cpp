@@ -7,15 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/DefaultDtype.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "current_settings.h"
 #include "device_registry.h"
 
 namespace py = pybind11;
@@ -155,28 +154,18 @@ class GraphGuard {
       module_dict_entries_;  // null value: no such entry
 };
 
-// torch's getter raises for inconsistent settings; those count as one value.
-uint64_t matmul_precision_code() {
-  try {
-    return 1 + static_cast<uint64_t>(at::globalContext().float32MatmulPrecision());
-  } catch (const c10::Error&) {
-    return 0;
-  }
-}
-
-// Settings of the process and of this thread that a recording depends on, packed into one number.
-uint64_t torch_settings_bits() {
+// Settings of the process and of this thread that a recording depends on.
+py::bytes torch_settings_key() {
   constexpr auto REMOTE_DEVICE_TYPE = c10::DeviceType::PrivateUse1;
-  const at::Context& context = at::globalContext();
-  bool is_autocast = at::autocast::is_autocast_enabled(REMOTE_DEVICE_TYPE);
-  uint64_t packed =
-      is_autocast ? 1 + static_cast<uint64_t>(at::autocast::get_autocast_dtype(REMOTE_DEVICE_TYPE)) : 0;
-  packed = packed << 8 | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype());
-  packed = packed << 8 | static_cast<uint64_t>(device_registry().current_device());
-  packed = packed << 2 | matmul_precision_code();
-  packed = packed << 1 | context.deterministicAlgorithms();
-  packed = packed << 1 | context.deterministicAlgorithmsWarnOnly();
-  return packed << 1 | context.deterministicFillUninitializedMemory();
+  struct {
+    Settings settings;
+    uint8_t autocast_dtype, current_device;
+  } key{{current_base_settings(), current_kernel_settings(PrecisionsOf::All)}, UINT8_MAX, 0};
+  static_assert(std::has_unique_object_representations_v<decltype(key)>);
+  if (at::autocast::is_autocast_enabled(REMOTE_DEVICE_TYPE))
+    key.autocast_dtype = static_cast<uint8_t>(at::autocast::get_autocast_dtype(REMOTE_DEVICE_TYPE));
+  key.current_device = static_cast<uint8_t>(device_registry().current_device());
+  return {reinterpret_cast<const char*>(&key), sizeof key};
 }
 
 }  // namespace
@@ -187,7 +176,7 @@ void bind_graph_guard(py::module_& m) {
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&,
                     const std::vector<GraphGuard::DictEntry>&>())
       .def("is_unchanged", &GraphGuard::is_unchanged);
-  m.def("torch_settings_bits", &torch_settings_bits);
+  m.def("torch_settings_key", &torch_settings_key);
 }
 
 }  // namespace genie

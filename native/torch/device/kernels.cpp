@@ -1,9 +1,12 @@
 // Kernels that run in the client: creating tensors, views, and copies between this machine and executors.
 // Not here: copies between executors (executor_copy.cpp), and all other ops (dispatch.cpp).
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
@@ -47,6 +50,11 @@ void check_tensor_options(std::optional<at::Layout> layout, std::optional<bool> 
   }
 }
 
+bool fills_uninitialized_memory() {
+  const at::Context& context = at::globalContext();
+  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+}
+
 at::ScalarType default_dtype() { return at::typeMetaToScalarType(at::get_default_dtype()); }
 
 Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> dtype,
@@ -78,6 +86,7 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     writer.finish_record();
   }
   Tensor made = make_remote_tensor(*connection, storage, output);
+  if (fills_uninitialized_memory()) at::native::fill_empty_deterministic_(made);
   if (connection->options().waits_for_every_op && !connection->is_recording_thread())
     connection->synchronize();
   return made;
@@ -255,9 +264,11 @@ at::Scalar local_scalar(const Tensor& tensor) {
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   auto bytes = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
+  auto bytes_before = static_cast<int64_t>(self.storage().nbytes());
   if (bytes > self.storage().nbytes()) resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
   if (self.sizes() != sizes) impl->generic_set_sizes_contiguous(sizes);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  if (fills_uninitialized_memory()) at::native::fill_resize_deterministic_(self, bytes_before);
   return self;
 }
 

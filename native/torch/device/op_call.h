@@ -1,18 +1,22 @@
 // One call of an op, split into the key of its template and the data that is sent with it.
 #pragma once
 
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include "../settings.h"
 #include "connection.h"
 
 namespace genie {
 
 struct OpCall {
   std::vector<int64_t> template_key;
+  BaseSettings base_settings;
+  std::optional<KernelSettings> kernel_settings;  // if the op depends on them
   WireWriter record_data;
   std::vector<const at::Tensor*> remote_tensors;  // in order; owned by the stack
   std::unordered_map<const c10::StorageImpl*, int64_t>

@@ -20,6 +20,16 @@ std::string op_identity(const c10::OperatorHandle& op) {
   return std::move(text).str();
 }
 
+bool returns_alias_of_input(const c10::FunctionSchema& schema) {
+  for (const auto& returned : schema.returns())
+    if (returned.alias_info() && !returned.alias_info()->isWrite()) return true;
+  return false;
+}
+
+bool depends_on_kernel_settings(const c10::OperatorHandle& op) {
+  return !op.hasTag(at::Tag::pointwise) && !returns_alias_of_input(op.schema());
+}
+
 class OpTable final {
  public:
   OpTable()
@@ -34,7 +44,9 @@ class OpTable final {
     auto found = ops_.find(identity);
     if (found == ops_.end()) {
       auto number = static_cast<uint32_t>(ops_.size());
-      found = ops_.emplace(std::move(identity), KnownOp{number, compute_op_traits(op)}).first;
+      found = ops_.emplace(std::move(identity),
+                           KnownOp{number, depends_on_kernel_settings(op), compute_op_traits(op)})
+                  .first;
     }
     return found->second;
   }

@@ -12,7 +12,8 @@
 namespace genie {
 
 struct KnownOp {
-  uint32_t number;  // not assigned to another identity
+  uint32_t number;                  // not assigned to another identity
+  bool depends_on_kernel_settings;  // it is neither elementwise nor a view
   OpTraits traits;
 };
 

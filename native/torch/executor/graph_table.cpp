@@ -39,6 +39,7 @@ void GraphTable::begin_recording(uint32_t graph_number) {
   if (graphs_.count(graph_number))
     throw ProtocolError("graph " + std::to_string(graph_number) + " already exists");
   recording_graph_ = std::make_unique<RecordedGraph>();
+  recording_graph_->settings = settings_.current();
   recording_graph_number_ = graph_number;
 }
 
@@ -100,6 +101,16 @@ void GraphTable::record_op(const std::shared_ptr<DecodedTemplate>& op_template, 
   for (uint32_t i = 0; i < op_template->new_output_count; i++)
     add_created_storage(read_step_output_storage(*op_template, step.record, i));
   add_step(std::move(step));
+  recording_graph_->has_ops = true;
+}
+
+void GraphTable::record_settings(const Settings& settings) {
+  if (!recording_graph_->has_ops) {
+    recording_graph_->settings = settings;
+    return;
+  }
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&settings);
+  add_step({RecordKind::Settings, nullptr, {bytes, bytes + sizeof settings}});
 }
 
 void GraphTable::record_allocate(uint32_t storage, uint64_t bytes) {
@@ -189,6 +200,11 @@ FailurePtr GraphTable::replay(uint32_t graph_number) {
   if (replies_.has_borrowed_tensors()) copy_replies_before_graph_writes(graph);
   if (graph.captured.graph && !is_capture_valid(graph)) release_capture(graph);
   if (!graph.captured.graph) {
+    struct SettingsGuard {
+      SessionSettings& settings;
+      ~SettingsGuard() { settings.restore(); }
+    } guard{settings_};
+    apply_recorded_settings(graph);
     if (!has_valid_inputs(graph)) return run_steps(graph);
     if (graph.compile_pending) try_compile(graph);
     if (can_capture(graph)) try_capture(graph);
@@ -266,6 +282,11 @@ GraphReport GraphTable::report(uint32_t graph_number) {
   return result;
 }
 
+// A capture contains their effect.
+void GraphTable::apply_recorded_settings(const RecordedGraph& graph) {
+  if (graph.settings) settings_.apply_temporarily(*graph.settings);
+}
+
 FailurePtr GraphTable::run_uncaptured(RecordedGraph& graph) {
   return graph.compiled && !reads_host_memory(graph) ? run_compiled(graph) : run_steps(graph);
 }
@@ -301,6 +322,11 @@ FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
     storages_.free(step.storage);
     return nullptr;
   }
+  if (step.kind == RecordKind::Settings) {
+    WireReader in(step.record.data(), step.record.size());
+    settings_.apply_temporarily(read_settings(in));
+    return nullptr;
+  }
   free_previous_result(graph, step.storage);
   try {
     storages_.allocate(step.storage, step.allocated_bytes);
@@ -313,6 +339,7 @@ FailurePtr GraphTable::run_step(RecordedGraph& graph, GraphStep& step) {
 }
 
 FailurePtr GraphTable::run_steps(RecordedGraph& graph) {
+  apply_recorded_settings(graph);
   FailurePtr first;
   for (GraphStep& step : graph.steps) {
     FailurePtr failure = run_step(graph, step);

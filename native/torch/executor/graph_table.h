@@ -18,6 +18,7 @@
 #include "failure.h"
 #include "op_runner.h"
 #include "reply_writer.h"
+#include "session_settings.h"
 #include "storage_table.h"
 #include "templates.h"
 #include "tensor_meta.h"
@@ -42,9 +43,9 @@ class GraphCapture {
 };
 
 struct GraphStep {
-  RecordKind kind;  // Op, Allocate or Free
+  RecordKind kind;  // Op, Allocate, Free or Settings
   std::shared_ptr<DecodedTemplate> op_template;
-  std::vector<uint8_t> record;  // what follows the head of an Op
+  std::vector<uint8_t> record;  // what follows the head of an Op or Settings
   uint32_t storage = 0;
   uint64_t allocated_bytes = 0;
 };
@@ -79,11 +80,12 @@ struct GraphReport {
 class GraphTable {
  public:
   // `capture` and `compiler` may be null: then every replay runs step by step.
-  GraphTable(StorageTable& storages, OpRunner& ops, ReplyWriter& replies,
+  GraphTable(StorageTable& storages, OpRunner& ops, ReplyWriter& replies, SessionSettings& settings,
              std::shared_ptr<GraphCapture> capture, std::shared_ptr<GraphCompiler> compiler)
       : storages_(storages),
         ops_(ops),
         replies_(replies),
+        settings_(settings),
         capture_(std::move(capture)),
         compiler_(std::move(compiler)) {}
 
@@ -95,6 +97,7 @@ class GraphTable {
   void record_op(const std::shared_ptr<DecodedTemplate>& op_template, const uint8_t* record, size_t bytes);
   void record_allocate(uint32_t storage, uint64_t bytes);
   void record_free(uint32_t storage);
+  void record_settings(const Settings& settings);
 
   // Call before the client frees or resizes a storage: unreceived replies keep its contents.
   void before_storage_freed(uint32_t storage_number, const StorageSlot& slot);
@@ -124,6 +127,8 @@ class GraphTable {
     bool is_result;  // the client may have freed it
   };
   struct RecordedGraph {
+    std::optional<Settings> settings;  // at its first op
+    bool has_ops = false;
     std::vector<GraphStep> steps;
     uint64_t steps_bytes = 0;                                // memory of the steps
     std::unordered_set<uint32_t> input_storages;             // storages that it uses and does not create
@@ -156,6 +161,7 @@ class GraphTable {
   void copy_replies_before_graph_writes(const RecordedGraph& graph);
   bool is_capture_valid(RecordedGraph& graph);
   void try_compile(RecordedGraph& graph);
+  void apply_recorded_settings(const RecordedGraph& graph);
   FailurePtr run_uncaptured(RecordedGraph& graph);
   FailurePtr run_steps(RecordedGraph& graph);
   FailurePtr run_step(RecordedGraph& graph, GraphStep& step);
@@ -177,6 +183,7 @@ class GraphTable {
   StorageTable& storages_;
   OpRunner& ops_;
   ReplyWriter& replies_;
+  SessionSettings& settings_;
   std::shared_ptr<GraphCapture> capture_;
   std::shared_ptr<GraphCompiler> compiler_;
   std::unordered_map<uint32_t, std::unique_ptr<RecordedGraph>> graphs_;

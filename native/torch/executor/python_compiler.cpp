@@ -35,6 +35,8 @@ class PythonStepBuilder {
         converted.append(build_op_tuple(step));
       } else if (step.kind == RecordKind::Allocate) {
         converted.append(py::make_tuple("allocate", step.storage, step.allocated_bytes));
+      } else if (step.kind == RecordKind::Settings) {
+        throw OpRefused("PyTorch settings change within it");
       } else {
         converted.append(py::make_tuple("free", step.storage));
       }

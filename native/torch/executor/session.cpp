@@ -49,7 +49,7 @@ Session::Session(const std::string& device, uint64_t memory_quota_bytes, std::ve
       replies_(storages_, staging_, spin_us),
       generators_(device_),
       ops_(storages_, generators_, replies_),
-      graphs_(storages_, ops_, replies_, std::move(capture), std::move(compiler)),
+      graphs_(storages_, ops_, replies_, settings_, std::move(capture), std::move(compiler)),
       template_reader_(device_, std::move(allowed_ops)),
       upload_(staging_),
       parcels_(device_, storages_),
@@ -60,6 +60,7 @@ ConnectionOutcome Session::serve(std::shared_ptr<Stream> stream, uint64_t replie
   std::unique_lock<std::mutex> serve_lock(serve_mutex_, std::try_to_lock);
   if (!serve_lock) throw std::logic_error("the session is already being served");
   ServingThreadGuards thread(device_);
+  settings_.apply_to_thread();
   ConnectionOutcome outcome;
   try {
     outcome = serve_frames(*stream, replies_received);
@@ -176,7 +177,8 @@ void Session::check_recordable(RecordKind kind) const {
   bool fits = kind == RecordKind::Allocate || kind == RecordKind::Free ||
               kind == RecordKind::DefineTemplate || kind == RecordKind::DropTemplate ||
               kind == RecordKind::DynamicOp || kind == RecordKind::BindOutputs ||
-              kind == RecordKind::GraphStep || kind == RecordKind::GraphEnd || kind == RecordKind::DropParcel;
+              kind == RecordKind::GraphStep || kind == RecordKind::GraphEnd ||
+              kind == RecordKind::DropParcel || kind == RecordKind::Settings;
   if (graphs_.is_recording() && !fits)
     throw ProtocolError("a record is not allowed while a graph is being recorded");
 }
@@ -218,6 +220,8 @@ void Session::handle_record(RecordKind kind, uint32_t argument, WireReader& in) 
       return generators_.free_generator(in.read_u32());
     case RecordKind::Stats:
       return reply_stats(/*reset_peak=*/argument == 1);
+    case RecordKind::Settings:
+      return handle_settings(in);
     case RecordKind::PublishParcel:
       return publish_parcel(in);
     case RecordKind::DropParcel:
@@ -514,6 +518,12 @@ void Session::handle_set_generator(WireReader& in) {
   uint32_t generator = in.read_u32(), bytes = in.read_u32();
   const uint8_t* state = in.consume(bytes);
   run_without_reply([&] { generators_.set_state(generator, state, bytes); }, "set_rng_state");
+}
+
+void Session::handle_settings(WireReader& in) {
+  Settings settings = read_settings(in);
+  if (graphs_.is_recording()) graphs_.record_settings(settings);
+  run_without_reply([&] { settings_.set(settings); }, "settings");
 }
 
 void Session::reply_generator_state(uint32_t generator) {

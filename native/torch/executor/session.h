@@ -21,6 +21,7 @@
 #include "parcel_fetcher.h"
 #include "parcel_store.h"
 #include "reply_writer.h"
+#include "session_settings.h"
 #include "staging.h"
 #include "storage_table.h"
 #include "templates.h"
@@ -87,6 +88,7 @@ class Session {
   void fetch_parcel(WireReader in, FrameReader& frames);
   void handle_get(WireReader& in);
   void handle_set_generator(WireReader& in);
+  void handle_settings(WireReader& in);
   void run_dynamic_op(DecodedTemplate& op_template, WireReader& in);
   void reply_after_synchronizing();
   void reply_generator_state(uint32_t generator);
@@ -107,6 +109,7 @@ class Session {
   ReplyWriter replies_;
   GeneratorTable generators_;
   OpRunner ops_;
+  SessionSettings settings_;
   GraphTable graphs_;
   TemplateReader template_reader_;
   std::vector<std::shared_ptr<DecodedTemplate>> templates_;
