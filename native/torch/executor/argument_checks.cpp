@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
 #include <numeric>
 #include <unordered_map>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ExpandUtils.h>
+#include <c10/util/accumulate.h>
 
-#include "failure.h"
+#include "../wire.h"
 #include "op_arguments.h"
+#include "spatial_checks.h"
 
 namespace genie {
 
@@ -107,6 +110,7 @@ void check_softmax_backward(OpArguments& args) {
 }
 
 void check_weight_norm(OpArguments& args) {
+  args.make_dense({"v", "g", "saved_v", "saved_g", "saved_norms", "grad_w"});
   bool forward = args.has_argument("v");
   const Tensor& v = args.tensor(forward ? "v" : "saved_v");
   int64_t dim = args.integer("dim");
@@ -116,78 +120,6 @@ void check_weight_norm(OpArguments& args) {
   if (forward) return;
   args.require_count("saved_norms", v.size(dim));
   args.require_sizes("grad_w", v.sizes());
-}
-
-// --- pooling and padding ------------------------------------------------------------------------
-
-// The gradient must have the dimensions of the input, and the same sizes in those before the last `spatial`.
-void check_same_planes(OpArguments& args, const Tensor& input, int64_t spatial) {
-  const Tensor& grad = args.tensor("grad_output");
-  args.require(input.dim() > spatial && input.dim() <= spatial + 2 && grad.dim() == input.dim() &&
-                   grad.sizes().slice(0, static_cast<size_t>(grad.dim() - spatial)) ==
-                       input.sizes().slice(0, static_cast<size_t>(input.dim() - spatial)),
-               "grad_output and self differ in batch or channels");
-}
-
-int64_t plane_elements(const Tensor& input, int64_t spatial) {
-  return c10::multiply_integers(input.sizes().slice(static_cast<size_t>(input.dim() - spatial)));
-}
-
-// `no_index` is the lowest index that the kernels accept: -1 if that means none.
-void check_max_pool_backward(OpArguments& args, int64_t spatial, int64_t no_index) {
-  const Tensor& input = args.tensor("self");
-  check_same_planes(args, input, spatial);
-  args.require_sizes("indices", args.tensor("grad_output").sizes());
-  args.make_dense({"indices"});
-  args.bound_indices("indices", no_index, plane_elements(input, spatial));
-}
-
-void check_max_pool2d_backward(OpArguments& args) {
-  // On CUDA, this kernel compares indices instead of following them. Compiled code checks them.
-  const Tensor& input = args.tensor("self");
-  if (input.is_cpu()) return check_max_pool_backward(args, 2, -1);
-  check_same_planes(args, input, 2);
-  args.require_sizes("indices", args.tensor("grad_output").sizes());
-}
-
-void check_max_pool3d_backward(OpArguments& args) { check_max_pool_backward(args, 3, -1); }
-void check_max_pool2d_backward_with_any_window(OpArguments& args) { check_max_pool_backward(args, 2, 0); }
-void check_max_pool3d_backward_with_any_window(OpArguments& args) { check_max_pool_backward(args, 3, 0); }
-
-void check_avg_pool2d_backward(OpArguments& args) { check_same_planes(args, args.tensor("self"), 2); }
-
-void check_avg_pool3d_backward(OpArguments& args) { check_same_planes(args, args.tensor("self"), 3); }
-
-void check_pad_backward(OpArguments& args, int64_t spatial) {
-  const Tensor& input = args.tensor("self");
-  const Tensor& grad = args.tensor("grad_output");
-  auto padding = args.integers("padding");
-  args.require(padding.size() == static_cast<size_t>(2 * spatial),
-               "padding must have " + std::to_string(2 * spatial) + " numbers");
-  check_same_planes(args, input, spatial);
-  for (int64_t i = 1; i <= spatial; i++) {
-    auto before = static_cast<size_t>(2 * (i - 1));
-    __int128 expected = static_cast<__int128>(input.size(-i)) + padding[before] + padding[before + 1];
-    args.require(expected == grad.size(-i), "grad_output does not have the padded size of self");
-  }
-}
-
-void check_pad1d_backward(OpArguments& args) { check_pad_backward(args, 1); }
-void check_pad2d_backward(OpArguments& args) { check_pad_backward(args, 2); }
-void check_pad3d_backward(OpArguments& args) { check_pad_backward(args, 3); }
-
-void check_unfold_backward(OpArguments& args) {
-  const Tensor& grad = args.tensor("grad_in");
-  auto sizes = args.integers("input_sizes");
-  auto dimensions = static_cast<int64_t>(sizes.size());
-  int64_t dim = args.integer("dim"), size = args.integer("size"), step = args.integer("step");
-  if (dimensions == 0) return args.require(grad.dim() == 1 && grad.numel() <= 1, "grad_in has a wrong shape");
-  args.require(dim >= -dimensions && dim < dimensions && step > 0, "dim or step is out of range");
-  auto at = static_cast<size_t>(dim < 0 ? dim + dimensions : dim);
-  args.require(size >= 0 && size <= sizes[at], "size is out of range");
-  sizes[at] = (sizes[at] - size) / step + 1;
-  sizes.push_back(size);
-  args.require_sizes("grad_in", sizes);
 }
 
 // --- embeddings ---------------------------------------------------------------------------------
@@ -382,146 +314,114 @@ void check_pdist(OpArguments& args) {
   if (!args.has_argument("grad")) return;
   auto rows = static_cast<__int128>(input.size(0));
   auto pairs = static_cast<int64_t>(rows * (rows - 1) / 2);
-  args.require_count("grad", pairs);
-  args.require_count("pdist", pairs);
+  args.require_sizes("grad", {pairs});
+  args.require_sizes("pdist", {pairs});
+  args.make_dense({"self", "pdist"});
 }
 
-// --- convolutions, attention --------------------------------------------------------------------
+// --- transforms ---------------------------------------------------------------------------------
 
-void check_convolution(OpArguments& args) {
-  auto kernel = args.integers("kernel_size");
-  const Tensor& weight = args.tensor("weight");
-  auto spatial = kernel.size();
-  args.require(
-      static_cast<size_t>(weight.dim()) == spatial + 2 && weight.sizes().slice(2) == IntArrayRef(kernel),
-      "kernel_size is not that of weight");
-  for (const char* name : {"stride", "padding", "dilation", "output_padding"}) {
-    if (!args.has_argument(name)) continue;
-    args.require(args.integers(name).size() == spatial,
-                 std::string(name) + " must have a number per dimension");
-    for (int64_t number : args.integers(name))  // kernels compute with 32 bits
-      args.require(number >= 0 && number <= INT32_MAX, std::string(name) + " is out of range");
+void check_fft(OpArguments& args) {
+  const Tensor& input = args.tensor("self");
+  std::vector<bool> seen(static_cast<size_t>(input.dim()));
+  auto dims = args.integers("dim");
+  for (int64_t dim : dims) {  // torch.fft passes no negative ones
+    args.require(dim >= 0 && dim < input.dim(), "dim is out of range");
+    args.require(!seen[static_cast<size_t>(dim)], "dim contains a dimension twice");
+    seen[static_cast<size_t>(dim)] = true;
+  }
+  bool to_real = args.has_argument("last_dim_size");
+  if (to_real) {
+    int64_t size = args.integer("last_dim_size");
+    args.require(!dims.empty() && size > 0 && input.size(dims.back()) >= size / 2 + 1,
+                 "last_dim_size is out of range");
+  }
+  const Tensor* out = args.find_tensor("out");
+  auto real = c10::toRealValueType(input.scalar_type());
+  args.require(!out || out->scalar_type() == (to_real ? real : c10::toComplexType(real)),
+               "out does not have the dtype of the result");
+}
+
+// --- matrices -----------------------------------------------------------------------------------
+
+// LAPACK exchanges rows as the pivots say; they are counted from one.
+void check_pivots(OpArguments& args, const char* factors, const char* pivots) {
+  const Tensor& lu = args.tensor(factors);
+  args.require(lu.dim() >= 2, std::string(factors) + " must have 2 or more dimensions");
+  auto sizes = lu.sizes().vec();
+  int64_t rows = lu.size(-2);
+  sizes.pop_back();
+  sizes.back() = std::min(rows, lu.size(-1));
+  args.require_sizes(pivots, sizes);
+  args.bound_indices(pivots, 1, rows + 1);
+}
+
+void check_linalg_lu_solve(OpArguments& args) { check_pivots(args, "LU", "pivots"); }
+void check_lu_solve(OpArguments& args) { check_pivots(args, "LU_data", "LU_pivots"); }
+void check_lu_unpack(OpArguments& args) {
+  if (args.boolean("unpack_pivots")) check_pivots(args, "LU_data", "LU_pivots");
+}
+
+// A positive pivot is a row; a block of two rows has two negative ones.
+void check_ldl_solve(OpArguments& args) {
+  const Tensor& factors = args.tensor("LD");
+  args.require(factors.dim() >= 2, "LD must have 2 or more dimensions");
+  args.require_sizes("pivots", factors.sizes().slice(0, static_cast<size_t>(factors.dim() - 1)));
+  auto pivots = args.host_integers("pivots");
+  auto rows = static_cast<size_t>(factors.size(-2));
+  for (size_t i = 0; i < pivots.size(); i++) {
+    bool is_block = pivots[i] < 0;
+    auto limit = static_cast<int64_t>(rows);
+    args.require(pivots[i] != 0 && pivots[i] <= limit && pivots[i] >= -limit, "pivots are out of range");
+    if (!is_block) continue;
+    i++;
+    args.require(i % rows != 0 && pivots[i] < 0 && pivots[i] >= -limit, "pivots have an incomplete block");
   }
 }
 
-void check_attention_mask(OpArguments& args, const char* name, IntArrayRef scores) {
-  const Tensor* mask = args.find_tensor(name);
-  if (!mask) return;
-  args.require(static_cast<size_t>(mask->dim()) <= scores.size(),
-               std::string(name) + " has too many dimensions");
-  for (int64_t i = 1; i <= mask->dim(); i++) {
-    int64_t expected = scores[scores.size() - static_cast<size_t>(i)];
-    args.require(mask->size(-i) == expected || mask->size(-i) == 1,
-                 std::string(name) + " does not have the shape of the scores");
-  }
-}
-
-// Whether key and value fit to the query, apart from the number of features of the value.
-bool have_attention_shapes(const Tensor& query, const Tensor& key, const Tensor& value, int64_t heads,
-                           int64_t sequence) {
-  return query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && key.size(0) == query.size(0) &&
-         value.size(0) == query.size(0) && key.size(heads) == value.size(heads) && key.size(heads) > 0 &&
-         query.size(heads) % key.size(heads) == 0 && key.size(sequence) == value.size(sequence) &&
-         key.size(3) == query.size(3);
-}
-
-// Of the arguments of a backward op. There is one logarithm for each row of each head, and some may be
-// padded.
-void check_attention_gradient(OpArguments& args, const char* grad) {
-  const Tensor &query = args.tensor("query"), &value = args.tensor("value");
-  auto sizes = query.sizes().vec();
-  sizes.back() = value.size(-1);
-  args.require_sizes(grad, sizes);
-  args.require_sizes("out", sizes);
-  int64_t rows = query.size(-1) ? query.numel() / query.size(-1) : 0;
-  args.require(args.tensor("logsumexp").numel() >= rows, "logsumexp is too small");
-}
-
-// Batch x heads x sequence x features.
-void check_attention(OpArguments& args) {
-  const Tensor &query = args.tensor("query"), &key = args.tensor("key"), &value = args.tensor("value");
-  args.require(have_attention_shapes(query, key, value, 1, 2),
-               "the shapes of query, key and value do not match");
-  for (const char* mask : {"attn_mask", "attn_bias"})
-    check_attention_mask(args, mask, {query.size(0), query.size(1), query.size(2), key.size(2)});
-  for (const char* name : {"cum_seq_q", "cum_seq_k"})
-    args.require(!args.find_tensor(name), std::string(name) + " is not supported");
-  if (args.has_argument("logsumexp"))
-    check_attention_gradient(args, args.has_argument("grad_out_") ? "grad_out_" : "grad_out");
-}
-
-// These kernels check less than those for CUDA.
-void check_attention_on_cpu(OpArguments& args) {
-  check_attention(args);
-  for (const char* name : {"query", "key", "value", "grad_out", "out"}) {
-    const Tensor* tensor = args.find_tensor(name);
-    args.require(!tensor || tensor->stride(-1) == 1 || tensor->size(-1) <= 1,
-                 std::string(name) + " must be contiguous in its last dimension");
-  }
-  args.require(args.tensor("value").size(3) == args.tensor("query").size(3),
-               "value has other features than query");
-}
-
-// The begin of each sequence of a batch, and the end of the last.
-size_t count_sequences(OpArguments& args, const char* name, const Tensor& rows, int64_t longest) {
-  auto begins = args.host_integers(name);
-  args.require(rows.dim() >= 3 && !begins.empty() && begins.front() >= 0 && begins.back() <= rows.size(-3) &&
-                   std::is_sorted(begins.begin(), begins.end()),
-               std::string(name) + " does not divide its tensor into sequences");
-  for (size_t i = 1; i < begins.size(); i++)
-    args.require(begins[i] - begins[i - 1] <= longest,
-                 std::string(name) + " has a sequence over the maximum");
-  return begins.size();
-}
-
-// Batch x sequence x heads x features, or sequences one after the other. Checking the latter waits for the
-// accelerator; no kernel does.
-void check_attention_of_sequences(OpArguments& args) {
-  for (const char* name : {"seqused_k", "seqlen_k", "block_table"})
-    args.require(!args.find_tensor(name), std::string(name) + " is not supported");
-  const Tensor &query = args.tensor("query"), &key = args.tensor("key"), &value = args.tensor("value");
-  bool efficient = args.has_argument("cu_seqlens_q");
-  const char* of_query = efficient ? "cu_seqlens_q" : "cum_seq_q";
-  const char* of_key = efficient ? "cu_seqlens_k" : "cum_seq_k";
-  bool has_sequences = args.find_tensor(of_query) && args.tensor(of_query).numel();
-  args.require(has_sequences == (args.find_tensor(of_key) && args.tensor(of_key).numel()),
-               std::string(of_query) + " and " + of_key + " require each other");
-  if (has_sequences) {
-    int64_t longest_query = args.integer_or(efficient ? "max_seqlen_q" : "max_q", 0);
-    int64_t longest_key = args.integer_or(efficient ? "max_seqlen_k" : "max_k", INT32_MAX);
-    args.require(key.dim() >= 3 && value.sizes().slice(0, static_cast<size_t>(value.dim() - 1)) ==
-                                       key.sizes().slice(0, static_cast<size_t>(key.dim() - 1)),
-                 "key and value differ in shape");
-    args.require(count_sequences(args, of_query, query, longest_query) ==
-                     count_sequences(args, of_key, key, longest_key),
-                 "query and key differ in the number of sequences");
-  } else {
-    args.require(have_attention_shapes(query, key, value, 2, 1),
-                 "the shapes of query, key and value do not match");
-  }
-  if (args.has_argument("logsumexp"))
-    check_attention_gradient(args, args.has_argument("grad_out_") ? "grad_out_" : "grad_out");
-}
-
-void check_grouped_product(OpArguments& args) {
-  const Tensor &one = args.tensor("self"), &other = args.tensor("mat2");
-  args.require(one.dim() >= 2 && other.dim() >= 2, "self and mat2 must have 2 or 3 dimensions");
-  if (!args.find_tensor("offs")) return;
-  int64_t limit = one.dim() == 3 ? other.size(-1) : other.dim() == 3 ? one.size(0) : one.size(1);
-  args.bound_indices("offs", 0, limit + 1);
+void check_matrix_power(OpArguments& args) {
+  args.require(args.integer("n") != std::numeric_limits<int64_t>::min(), "n is out of range");
 }
 
 // --- others -------------------------------------------------------------------------------------
 
-void check_fft(OpArguments& args) {
-  int64_t dimensions = args.tensor("self").dim();
-  std::vector<bool> seen(static_cast<size_t>(dimensions));
-  for (int64_t dim : args.integers("dim")) {
-    args.require(dim >= -dimensions && dim < dimensions, "dim is out of range");
-    auto at = static_cast<size_t>(dim < 0 ? dim + dimensions : dim);
-    args.require(!seen[at], "dim contains a dimension twice");
-    seen[at] = true;
+void check_sobol(OpArguments& args) {
+  constexpr int64_t BITS = 30;
+  int64_t dimension = args.integer("dimension");
+  args.require(dimension > 0, "dimension must be positive");
+  if (args.has_argument("sobolstate")) {
+    args.require_sizes("sobolstate", {dimension, BITS});
+    args.require_sizes(args.has_argument("quasi") ? "quasi" : "self", {dimension});
+    args.require(args.integer("n") >= 0 && args.integer("num_generated") >= 0, "a count is negative");
+    args.make_dense({"sobolstate"});
+  } else {
+    args.require_sizes("self", {dimension, BITS});
+    if (args.has_argument("ltm")) args.require_sizes("ltm", {dimension, BITS, BITS});
   }
+}
+
+void check_chunk_cat(OpArguments& args) {
+  int64_t dim = args.integer("dim");
+  args.require(args.integer("num_chunks") > 0, "num_chunks must be positive");
+  for (const Tensor& tensor : args.tensors("tensors"))
+    args.require(dim >= 0 && dim < tensor.dim(), "dim is out of range");
+}
+
+void check_section_count(OpArguments& args) {
+  for (const char* name : {"sections", "chunks"})
+    args.require(!args.has_argument(name) || args.integer(name) <= LIST_ITEMS_MAX, "too many sections");
+}
+
+void check_median(OpArguments& args) { args.make_dense({"self"}); }
+
+void check_as_strided(OpArguments& args) {
+  for (const char* name : {"size", "stride"})
+    for (int64_t number : args.integers(name)) args.require(number >= 0, std::string(name) + " is negative");
+}
+
+// With integers, these kernels divide by zero.
+void check_floating_loss(OpArguments& args) {
+  args.require(args.tensor("self").is_floating_point(), "self must be a tensor of floating point numbers");
 }
 
 void check_cumulative(OpArguments& args) {
@@ -575,20 +475,16 @@ void check_fused_optimizer(OpArguments& args) {
 
 ArgumentCheck find_argument_check(const std::string& op_name) {
   static const auto* checks = new std::unordered_map<std::string, ArgumentCheck>{
-      {"_adaptive_avg_pool2d_backward", check_avg_pool2d_backward},
-      {"_adaptive_avg_pool3d_backward", check_avg_pool3d_backward},
       {"_batch_norm_no_update", check_batch_norm_without_training},
       {"_batch_norm_with_update", check_batch_norm},
       {"_batch_norm_with_update_functional", check_batch_norm},
       {"_cdist_backward", check_cdist_backward},
+      {"_chunk_cat", check_chunk_cat},
       {"_ctc_loss", check_ctc_loss},
       {"_ctc_loss_backward", check_ctc_loss},
-      {"_cudnn_attention_backward", check_attention},
       {"_cudnn_ctc_loss", check_ctc_loss},
       {"_cummax_helper", check_cumulative},
       {"_cummin_helper", check_cumulative},
-      {"_efficient_attention_backward", check_attention_of_sequences},
-      {"_efficient_attention_forward", check_attention_of_sequences},
       {"_embedding_bag", check_embedding_bag},
       {"_embedding_bag_dense_backward", check_embedding_bag_dense_backward},
       {"_embedding_bag_forward_only", check_embedding_bag},
@@ -596,9 +492,6 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"_fft_c2c", check_fft},
       {"_fft_c2r", check_fft},
       {"_fft_r2c", check_fft},
-      {"_flash_attention_backward", check_attention_of_sequences},
-      {"_flash_attention_forward", check_attention_of_sequences},
-      {"_flash_attention_forward_no_dropout_inplace", check_attention_of_sequences},
       {"_fused_adagrad", check_fused_optimizer},
       {"_fused_adagrad_", check_fused_optimizer},
       {"_fused_adam", check_fused_optimizer},
@@ -609,7 +502,6 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"_fused_sgd", check_fused_optimizer},
       {"_fused_sgd_", check_fused_optimizer},
       {"_grid_sampler_2d_cpu_fallback_backward", check_grid_sampler_backward},
-      {"_grouped_mm", check_grouped_product},
       {"_log_softmax_backward_data", check_softmax_backward},
       {"_masked_softmax_backward", check_softmax_backward},
       {"_native_batch_norm_legit", check_batch_norm},
@@ -617,45 +509,48 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"_native_batch_norm_legit_no_training", check_batch_norm_without_training},
       {"_pdist_backward", check_pdist},
       {"_pdist_forward", check_pdist},
-      {"_scaled_dot_product_cudnn_attention_backward", check_attention},
-      {"_scaled_dot_product_efficient_attention_backward", check_attention},
-      {"_scaled_dot_product_flash_attention_backward", check_attention},
-      {"_scaled_dot_product_flash_attention_for_cpu", check_attention_on_cpu},
-      {"_scaled_dot_product_flash_attention_for_cpu_backward", check_attention_on_cpu},
-      {"_scaled_dot_product_fused_attention_overrideable_backward", check_attention},
-      {"_scaled_grouped_mm", check_grouped_product},
       {"_segment_reduce_backward", check_segment_reduce},
-      {"_slow_conv2d_backward", check_convolution},
-      {"_slow_conv2d_forward", check_convolution},
+      {"_sobol_engine_draw", check_sobol},
+      {"_sobol_engine_ff_", check_sobol},
+      {"_sobol_engine_initialize_state_", check_sobol},
+      {"_sobol_engine_scramble_", check_sobol},
       {"_softmax_backward_data", check_softmax_backward},
       {"_stack", check_stack},
       {"_weight_norm_interface", check_weight_norm},
       {"_weight_norm_interface_backward", check_weight_norm},
-      {"adaptive_avg_pool3d_backward", check_avg_pool3d_backward},
-      {"adaptive_max_pool2d_backward", check_max_pool2d_backward_with_any_window},
-      {"adaptive_max_pool3d_backward", check_max_pool3d_backward_with_any_window},
-      {"avg_pool2d_backward", check_avg_pool2d_backward},
-      {"avg_pool3d_backward", check_avg_pool3d_backward},
+      {"as_strided", check_as_strided},
+      {"as_strided_", check_as_strided},
+      {"as_strided_copy", check_as_strided},
+      {"as_strided_scatter", check_as_strided},
       {"batch_norm_backward", check_unified_batch_norm_backward},
       {"batch_norm_backward_elemt", check_batch_norm_parts},
       {"batch_norm_backward_reduce", check_batch_norm_parts},
       {"batch_norm_elemt", check_batch_norm_parts},
       {"batch_norm_update_stats", check_batch_norm},
+      {"chunk", check_section_count},
       {"cudnn_batch_norm", check_batch_norm},
       {"cudnn_batch_norm_backward", check_cudnn_batch_norm_backward},
       {"cudnn_grid_sampler_backward", check_grid_sampler_backward},
+      {"dsplit", check_section_count},
       {"embedding_dense_backward", check_embedding_dense_backward},
       {"embedding_renorm", check_embedding_renorm},
       {"embedding_renorm_", check_embedding_renorm},
-      {"fractional_max_pool2d_backward", check_max_pool2d_backward_with_any_window},
-      {"fractional_max_pool3d_backward", check_max_pool3d_backward_with_any_window},
       {"grid_sampler_2d_backward", check_grid_sampler_backward},
       {"grid_sampler_3d_backward", check_grid_sampler_backward},
-      {"max_pool2d_with_indices_backward", check_max_pool2d_backward},
-      {"max_pool3d_with_indices_backward", check_max_pool3d_backward},
+      {"hsplit", check_section_count},
+      {"huber_loss_backward", check_floating_loss},
+      {"kthvalue", check_median},
+      {"linalg_ldl_solve", check_ldl_solve},
+      {"linalg_lu_solve", check_linalg_lu_solve},
+      {"linalg_matrix_power", check_matrix_power},
+      {"lu_solve", check_lu_solve},
+      {"lu_unpack", check_lu_unpack},
+      {"median", check_median},
+      {"mode", check_median},
       {"multi_margin_loss_backward", check_multi_margin_loss_backward},
       {"multilabel_margin_loss_backward", check_multilabel_margin_loss},
       {"multilabel_margin_loss_forward", check_multilabel_margin_loss},
+      {"nanmedian", check_median},
       {"native_batch_norm", check_batch_norm},
       {"native_batch_norm_backward", check_native_batch_norm_backward},
       {"native_group_norm", check_group_norm},
@@ -663,26 +558,17 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"native_layer_norm_backward", check_row_norm_backward},
       {"nll_loss2d_backward", check_nll_loss_backward},
       {"nll_loss_backward", check_nll_loss_backward},
-      {"reflection_pad1d_backward", check_pad1d_backward},
-      {"reflection_pad2d_backward", check_pad2d_backward},
-      {"reflection_pad3d_backward", check_pad3d_backward},
-      {"replication_pad1d_backward", check_pad1d_backward},
-      {"replication_pad2d_backward", check_pad2d_backward},
-      {"replication_pad3d_backward", check_pad3d_backward},
       {"rrelu_with_noise", check_rrelu},
       {"rrelu_with_noise_", check_rrelu},
       {"rrelu_with_noise_functional", check_rrelu},
       {"segment_reduce", check_segment_reduce},
-      {"slow_conv3d", check_convolution},
-      {"slow_conv3d_forward", check_convolution},
-      {"slow_conv_dilated2d", check_convolution},
-      {"slow_conv_dilated3d", check_convolution},
-      {"slow_conv_transpose2d", check_convolution},
-      {"slow_conv_transpose3d", check_convolution},
-      {"unfold_backward", check_unfold_backward},
+      {"smooth_l1_loss_backward", check_floating_loss},
+      {"tensor_split", check_section_count},
+      {"unsafe_chunk", check_section_count},
+      {"vsplit", check_section_count},
   };
   auto found = checks->find(op_name);
-  return found == checks->end() ? nullptr : found->second;
+  return found == checks->end() ? find_spatial_check(op_name) : found->second;
 }
 
 void check_arguments(ArgumentCheck check, const c10::FunctionSchema& schema,

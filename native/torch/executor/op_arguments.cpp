@@ -36,6 +36,11 @@ std::vector<at::Tensor> OpArguments::tensors(const char* name) const {
   return found;
 }
 
+std::optional<double> OpArguments::try_float(const char* name) const {
+  if (!has_argument(name) || value(name).isNone()) return std::nullopt;
+  return value(name).toDouble();
+}
+
 std::vector<int64_t> OpArguments::host_integers(const char* name) const {
   const c10::IValue& found = value(name);
   return found.isTensor() ? host_integers(tensor(name)) : found.toIntVector();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,8 @@ class OpArguments {
   int64_t integer_or(const char* name, int64_t default_value) const {
     return value(name).isNone() ? default_value : integer(name);
   }
+  // None if the overload has no such argument, or if it is none.
+  std::optional<double> try_float(const char* name) const;
   bool boolean(const char* name) const { return value(name).toBool(); }
   std::vector<int64_t> integers(const char* name) const { return value(name).toIntVector(); }
   // The numbers of a list or of a tensor. Waits for the accelerator: only for ops that do so themselves, or

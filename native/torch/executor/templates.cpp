@@ -1,5 +1,7 @@
 #include "templates.h"
 
+#include <algorithm>
+
 #include <ATen/ops/zeros.h>
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
@@ -365,6 +367,12 @@ bool is_argument_fixed_by_executor(const c10::Argument& argument) {
   return argument.name() == "unsafe" || argument.name() == "pin_memory";
 }
 
+bool overlaps_itself(const TemplateArgument& argument) {
+  for (size_t i = 0; argument.meta && i < argument.meta->sizes.size(); i++)
+    if (argument.meta->sizes[i] > 1 && argument.meta->strides[i] == 0) return true;
+  return std::any_of(argument.items.begin(), argument.items.end(), overlaps_itself);
+}
+
 // Arguments of attention that are tensors in the schema, but undefined without dropout or bias.
 bool may_be_undefined(const c10::Argument& argument) {
   static const std::unordered_set<std::string> names = {
@@ -387,6 +395,8 @@ void convert_arguments(DecodedTemplate& result) {
       const IValue& constant = result.arguments[i].constant;
       if (constant.isTensor() && !constant.toTensor().defined() && !may_be_undefined(declared[i]))
         throw OpRefused("it must be defined");
+      if (declared[i].is_out() && overlaps_itself(result.arguments[i]))
+        throw OpRefused("more than one element of the output is at the same place in memory");
     } catch (const OpRefused& error) {
       throw OpRefused("argument '" + declared[i].name() + "': " + error.what());
     }
