@@ -27,6 +27,7 @@ const std::unordered_map<std::string, uint8_t>& op_policies() {
       {"aten::_efficient_attention_forward", EXECUTOR_INFERS},
       {"aten::_efficientzerotensor", DECOMPOSED},
       {"aten::_embedding_bag", EXECUTOR_INFERS},
+      {"aten::_embedding_bag_backward", EXECUTOR_INFERS},
       {"aten::_embedding_bag_dense_backward", EXECUTOR_INFERS},
       {"aten::_embedding_bag_forward_only", EXECUTOR_INFERS},
       {"aten::_embedding_bag_per_sample_weights_backward", EXECUTOR_INFERS},
@@ -133,6 +134,7 @@ const std::unordered_map<std::string, uint8_t>& op_policies() {
       {"aten::log_sigmoid_backward", EXECUTOR_INFERS},
       {"aten::log_sigmoid_forward", EXECUTOR_INFERS},
       {"aten::logspace", SHAPE_FROM_NUMBERS},
+      {"aten::mode", SENT_WITH_OUTPUTS},
       {"aten::multilabel_margin_loss", EXECUTOR_INFERS},
       {"aten::multilabel_margin_loss_backward", EXECUTOR_INFERS},
       {"aten::multilabel_margin_loss_forward", EXECUTOR_INFERS},
@@ -155,6 +157,8 @@ const std::unordered_map<std::string, uint8_t>& op_policies() {
       {"aten::resize_as_sparse", DECOMPOSED},
       {"aten::set", DECOMPOSED},
       {"aten::set_data", DECOMPOSED},
+      {"aten::soft_margin_loss_backward", SENT_WITH_OUTPUTS},
+      {"aten::sort", SENT_WITH_OUTPUTS},
       {"aten::sparse_compressed_tensor", DECOMPOSED},
       {"aten::sparse_dim", DECOMPOSED},
       {"aten::sparse_resize", DECOMPOSED},
@@ -176,6 +180,7 @@ const std::unordered_map<std::string, uint8_t>& op_policies() {
       {"aten::upsample_nearest3d_backward", SHAPE_FROM_NUMBERS},
       {"aten::upsample_trilinear3d", SHAPE_FROM_NUMBERS},
       {"aten::upsample_trilinear3d_backward", SHAPE_FROM_NUMBERS},
+      {"aten::xlogy", SENT_WITH_OUTPUTS},
       {"aten::zeros_like", DECOMPOSED},
   };
   return *rows;

@@ -18,6 +18,10 @@ enum OpPolicy : uint8_t {
   CPU_INDICES = 4,
   // torch composes it of other ops, which the client sends, or runs it in the client.
   DECOMPOSED = 8,
+  // Its variants with outputs as arguments are sent, although torch composes them: of kernels that accept
+  // only
+  // certain devices, or that write to several outputs.
+  SENT_WITH_OUTPUTS = 16,
 };
 
 // The bits of an op, by its name without overload ("aten::add"); 0 for one without a row.

@@ -26,7 +26,8 @@ bool writes_to_out_argument(const c10::FunctionSchema& schema) {
 bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
   const auto& schema = op.schema();
-  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || (get_op_policy(schema.name()) & DECOMPOSED) ||
+  uint8_t policy = get_op_policy(schema.name());
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || (policy & DECOMPOSED) ||
       op.hasTag(at::Tag::inplace_view)) {
     return false;
   }
@@ -38,7 +39,7 @@ bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   if (!any_tensor) return false;
   // torch composes `out=` variants of functional ops with a copy; sending those whole has no benefit.
   bool has_kernel = functional || op.hasKernelForDispatchKey(DispatchKey::CPU);
-  return has_kernel || !writes_to_out_argument(schema);
+  return has_kernel || !writes_to_out_argument(schema) || (policy & SENT_WITH_OUTPUTS);
 }
 
 }  // namespace

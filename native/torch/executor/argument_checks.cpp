@@ -150,44 +150,50 @@ void check_embedding_bag(OpArguments& args) {
   args.require_ascending_on_cpu("offsets");
 }
 
-void check_embedding_bag_dense_backward(OpArguments& args) {
+// For kernels that compute the bag of each index from the offsets if `offset2bag` is empty.
+void check_bags(OpArguments& args, int64_t bags, bool may_be_empty) {
+  int64_t indices = args.tensor("indices").numel();
+  if (!may_be_empty || args.tensor("offset2bag").numel() != 0) {
+    args.require_count("offset2bag", indices);
+    return args.bound_indices("offset2bag", 0, bags);
+  }
+  const Tensor& offsets = args.tensor("offsets");
+  auto begins = args.host_integers(offsets);
+  bool last_is_end = static_cast<int64_t>(begins.size()) == bags + 1 && begins.back() == indices;
+  args.require(offsets.dim() == 1 && std::is_sorted(begins.begin(), begins.end()) &&
+                   (begins.empty() || (begins.front() == 0 && begins.back() <= indices)) &&
+                   (last_is_end || static_cast<int64_t>(begins.size()) <= bags) &&
+                   (indices == 0 || !begins.empty()),
+               "offsets do not divide indices into the bags of grad");
+}
+
+void check_embedding_bag_gradient(OpArguments& args, bool may_be_empty) {
   constexpr int64_t MODE_MAX = 2;
   const Tensor& grad = args.tensor("grad");
-  args.require(grad.dim() == 2, "grad must have 2 dimensions");
+  args.require(grad.dim() == 2 && args.tensor("indices").dim() == 1,
+               "grad must have 2 dimensions, indices 1");
   int64_t bags = grad.size(0), weights = args.integer("num_weights");
-  args.require_count("offset2bag", args.tensor("indices").numel());
   args.require(args.tensor("bag_size").numel() >= bags, "bag_size is smaller than the number of bags");
   check_per_sample_weights(args);
-  args.make_dense({"indices", "offset2bag", "bag_size", "maximum_indices", "per_sample_weights"});
+  args.make_dense({"indices", "offsets", "offset2bag", "bag_size", "maximum_indices", "per_sample_weights"});
+  check_bags(args, bags, may_be_empty);
   args.bound_indices("indices", 0, weights);
-  args.bound_indices("offset2bag", 0, bags);
   if (args.integer("mode") != MODE_MAX) return;
   args.require_sizes("maximum_indices", grad.sizes());
   args.bound_indices("maximum_indices", -1, weights);
 }
 
+void check_embedding_bag_dense_backward(OpArguments& args) { check_embedding_bag_gradient(args, false); }
+void check_embedding_bag_backward(OpArguments& args) { check_embedding_bag_gradient(args, true); }
+
 void check_embedding_bag_weights_backward(OpArguments& args) {
   const Tensor& grad = args.tensor("grad");
   const Tensor& weight = args.tensor("weight");
-  const Tensor& offsets = args.tensor("offsets");
   args.require(grad.dim() == 2 && weight.dim() == 2 && grad.size(1) == weight.size(1),
                "grad and weight must have 2 dimensions and equal columns");
-  int64_t bags = grad.size(0), indices = args.tensor("indices").numel();
   args.make_dense({"indices", "offsets", "offset2bag"});
+  check_bags(args, grad.size(0), true);
   args.bound_indices("indices", 0, weight.size(0));
-  if (args.tensor("offset2bag").numel() == 0 && grad.is_cpu()) {
-    // The kernel computes it.
-    auto begins = args.host_integers(offsets);
-    bool last_is_end = static_cast<int64_t>(begins.size()) == bags + 1 && begins.back() == indices;
-    args.require(offsets.dim() == 1 && std::is_sorted(begins.begin(), begins.end()) &&
-                     (begins.empty() || (begins.front() == 0 && begins.back() <= indices)) &&
-                     (last_is_end || static_cast<int64_t>(begins.size()) <= bags) &&
-                     (indices == 0 || !begins.empty()),
-                 "offsets do not divide indices into the bags of grad");
-    return;
-  }
-  args.require_count("offset2bag", indices);
-  args.bound_indices("offset2bag", 0, bags);
 }
 
 // --- losses -------------------------------------------------------------------------------------
@@ -404,7 +410,7 @@ void check_chunk_cat(OpArguments& args) {
   int64_t dim = args.integer("dim");
   args.require(args.integer("num_chunks") > 0, "num_chunks must be positive");
   for (const Tensor& tensor : args.tensors("tensors"))
-    args.require(dim >= 0 && dim < tensor.dim(), "dim is out of range");
+    args.require(dim >= -tensor.dim() && dim < tensor.dim(), "dim is out of range");
 }
 
 void check_section_count(OpArguments& args) {
@@ -426,6 +432,12 @@ void check_floating_loss(OpArguments& args) {
 
 void check_cumulative(OpArguments& args) {
   for (const char* name : {"values", "indices"}) args.require_sizes(name, args.tensor("self").sizes());
+}
+
+void check_logcumsumexp(OpArguments& args) {
+  const Tensor* out = args.find_tensor("out");
+  args.require(!out || out->scalar_type() == args.tensor("self").scalar_type(),
+               "out does not have the dtype of self");
 }
 
 void check_grid_sampler_backward(OpArguments& args) {
@@ -486,6 +498,7 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"_cummax_helper", check_cumulative},
       {"_cummin_helper", check_cumulative},
       {"_embedding_bag", check_embedding_bag},
+      {"_embedding_bag_backward", check_embedding_bag_backward},
       {"_embedding_bag_dense_backward", check_embedding_bag_dense_backward},
       {"_embedding_bag_forward_only", check_embedding_bag},
       {"_embedding_bag_per_sample_weights_backward", check_embedding_bag_weights_backward},
@@ -503,6 +516,7 @@ ArgumentCheck find_argument_check(const std::string& op_name) {
       {"_fused_sgd_", check_fused_optimizer},
       {"_grid_sampler_2d_cpu_fallback_backward", check_grid_sampler_backward},
       {"_log_softmax_backward_data", check_softmax_backward},
+      {"_logcumsumexp", check_logcumsumexp},
       {"_masked_softmax_backward", check_softmax_backward},
       {"_native_batch_norm_legit", check_batch_norm},
       {"_native_batch_norm_legit_functional", check_batch_norm},
