@@ -3,13 +3,9 @@
 
 #include <algorithm>
 
-namespace genie {
+#include "op_policy.h"
 
-bool contains_any_substring(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts)
-    if (text.find(part) != std::string::npos) return true;
-  return false;
-}
+namespace genie {
 
 bool accepts_tensor(const c10::Argument& argument) {
   return argument.type()->str().find("Tensor") != std::string::npos;
@@ -50,22 +46,15 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
     any_tensor |= accepts_tensor(argument);
   }
   set_undeclared_write_traits(schema, traits);
-  // Their output shapes depend on numbers.
-  traits.sends_numbers_as_data =
-      any_tensor && !contains_any_substring(name, {"upsample", "arange", "range", "linspace", "logspace",
-                                                   "hist", "_fused_sdp_choice"});
-  traits.accepts_cpu_indices = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
-                               contains_any_substring(name, {"_unsafe_index", "aten::_unsafe_masked"});
+  uint8_t policy = get_op_policy(name);
+  traits.sends_numbers_as_data = any_tensor && !(policy & SHAPE_FROM_NUMBERS);
+  traits.accepts_cpu_indices = policy & CPU_INDICES;
   // torch tags this op because of masks; with other indices, shapes determine the outputs.
   traits.outputs_depend_on_masks = name == "aten::index";
   traits.outputs_depend_on_values =
       !traits.outputs_depend_on_masks &&
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
-  // Their output shapes differ from those of the meta functions, depending on the accelerator.
-  traits.has_reliable_meta_kernel = !contains_any_substring(
-      name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
-             "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
-             "_fused_sdp_choice"});
+  traits.has_reliable_meta_kernel = !(policy & EXECUTOR_INFERS);
   return traits;
 }
 

@@ -1,7 +1,6 @@
 // Properties of an op that are derived from its schema: how to treat its arguments and outputs.
 #pragma once
 
-#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -30,7 +29,6 @@ struct OpTraits {
 // op_table.h caches them.
 OpTraits compute_op_traits(const c10::OperatorHandle& op);
 
-bool contains_any_substring(const std::string& text, std::initializer_list<const char*> parts);
 bool accepts_tensor(const c10::Argument& argument);
 
 }  // namespace genie

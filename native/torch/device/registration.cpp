@@ -1,28 +1,15 @@
 // Selects the ops that are sent to executors whole, and those that torch decomposes first.
-#include <set>
 #include <string>
 
 #include <torch/library.h>
 
 #include "dispatch.h"
+#include "op_policy.h"
 #include "op_traits.h"
 
 namespace genie {
 
 namespace {
-
-// Ops that torch composes of others: views, bookkeeping, and those made of empty and copy_.
-const std::set<std::string>& ops_decomposed_on_client() {
-  static const std::set<std::string> names = {
-      "aten::detach", "aten::alias", "aten::_to_copy", "aten::empty_like", "aten::lift", "aten::lift_fresh",
-      "aten::_unsafe_view", "aten::is_pinned", "aten::_pin_memory", "aten::set_data",
-      "aten::_efficientzerotensor", "aten::_lazy_clone", "aten::split_with_sizes", "aten::split",
-      "aten::unbind", "aten::resize_as_", "aten::resize", "aten::set", "aten::is_same_size",
-      "aten::_nested_tensor_size", "aten::_pack_padded_sequence",
-      // executors check all indices; these are composed of ops that do
-      "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate"};
-  return names;
-}
 
 bool returns_view(const c10::FunctionSchema& schema) {
   for (const auto& returned : schema.returns())
@@ -30,24 +17,29 @@ bool returns_view(const c10::FunctionSchema& schema) {
   return false;
 }
 
+bool writes_to_out_argument(const c10::FunctionSchema& schema) {
+  for (const auto& argument : schema.arguments())
+    if (argument.is_out()) return true;
+  return false;
+}
+
 bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
   const auto& schema = op.schema();
-  const std::string& name = schema.name();
-  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || ops_decomposed_on_client().count(name) ||
+  uint8_t policy = get_op_policy(schema.name());
+  if (op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || (policy & DECOMPOSED) ||
       op.hasTag(at::Tag::inplace_view)) {
     return false;
   }
   bool functional = op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
   if (!functional && !op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) return false;
   if (schema.returns().empty() || returns_view(schema)) return false;
-  if (contains_any_substring(name, {"sparse", "nested", "_like", "new_"})) return false;
   bool any_tensor = false;
   for (const auto& argument : schema.arguments()) any_tensor |= accepts_tensor(argument);
   if (!any_tensor) return false;
   // torch composes `out=` variants of functional ops with a copy; sending those whole has no benefit.
   bool has_kernel = functional || op.hasKernelForDispatchKey(DispatchKey::CPU);
-  return has_kernel || schema.overload_name().find("out") == std::string::npos;
+  return has_kernel || !writes_to_out_argument(schema) || (policy & SENT_WITH_OUTPUTS);
 }
 
 }  // namespace

@@ -48,6 +48,8 @@ void OpRunner::invoke_op(DecodedTemplate& op_template, const uint8_t* call_data)
   storages_.check_quota(std::max(op_template.new_output_bytes, op_template.output_bytes_min));
   for (TemplateArgument& argument : op_template.arguments) stack_.push_back(to_ivalue(argument, call_data));
   if (op_template.size_argument_index >= 0) check_quota_for_outputs(op_template);
+  if (op_template.argument_check)
+    check_arguments(op_template.argument_check, op_template.op->schema(), stack_);
   op_template.op->callBoxed(&stack_);
 }
 

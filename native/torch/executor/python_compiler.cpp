@@ -3,6 +3,7 @@
 #include <cstring>
 #include <tuple>
 
+#include <ATen/ops/empty_strided.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -49,6 +50,7 @@ class PythonStepBuilder {
     const DecodedTemplate& op_template = *step.op_template;
     if (!op_template.op) throw OpRefused(op_template.refusal_reason);
     const auto& schema = op_template.op->schema();
+    check_shapes(op_template, step.record.data());
     const uint8_t* data = step.record.data();
     py::list arguments;
     for (size_t i = 0; i < op_template.arguments.size(); i++)
@@ -58,6 +60,43 @@ class PythonStepBuilder {
     py::list outputs;
     for (const ExpectedOutput& each : op_template.outputs) outputs.append(build_output_tuple(each));
     return py::make_tuple("op", schema.name(), schema.overload_name(), arguments, outputs);
+  }
+
+  // Compiled code does not pass through the checks of each call.
+  static void check_shapes(const DecodedTemplate& op_template, const uint8_t* call_data) {
+    if (!op_template.argument_check) return;
+    std::vector<c10::IValue> arguments;
+    for (const TemplateArgument& argument : op_template.arguments)
+      arguments.push_back(build_meta_value(argument, call_data));
+    check_arguments(op_template.argument_check, op_template.op->schema(), arguments);
+  }
+
+  // The argument, with tensors on the meta device.
+  static c10::IValue build_meta_value(const TemplateArgument& argument, const uint8_t*& call_data) {
+    switch (argument.kind) {
+      case ArgumentKind::Tensor: {
+        call_data += sizeof(uint32_t) + (argument.has_offset ? sizeof(int64_t) : 0);
+        auto options = at::TensorOptions().dtype(argument.meta->dtype).device(c10::kMeta);
+        return at::empty_strided(argument.meta->sizes, argument.meta->strides, options);
+      }
+      case ArgumentKind::ScalarTensor:
+        call_data += SCALAR_TENSOR_BYTES;
+        return argument.scalar;
+      case ArgumentKind::IntegerData:
+        return read_next_value<int64_t>(call_data);
+      case ArgumentKind::FloatData:
+        return read_next_value<double>(call_data);
+      case ArgumentKind::Generator:
+        call_data += sizeof(uint32_t);
+        return c10::IValue();
+      case ArgumentKind::List: {
+        c10::impl::GenericList list(argument.item_type);
+        for (const TemplateArgument& item : argument.items) list.push_back(build_meta_value(item, call_data));
+        return list;
+      }
+      default:
+        return argument.constant;
+    }
   }
 
   py::object build_argument_tuple(const TemplateArgument& argument, const uint8_t*& call_data,

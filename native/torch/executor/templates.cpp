@@ -1,5 +1,7 @@
 #include "templates.h"
 
+#include <algorithm>
+
 #include <ATen/ops/zeros.h>
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
@@ -365,6 +367,19 @@ bool is_argument_fixed_by_executor(const c10::Argument& argument) {
   return argument.name() == "unsafe" || argument.name() == "pin_memory";
 }
 
+bool overlaps_itself(const TemplateArgument& argument) {
+  for (size_t i = 0; argument.meta && i < argument.meta->sizes.size(); i++)
+    if (argument.meta->sizes[i] > 1 && argument.meta->strides[i] == 0) return true;
+  return std::any_of(argument.items.begin(), argument.items.end(), overlaps_itself);
+}
+
+// Arguments of attention that are tensors in the schema, but undefined without dropout or bias.
+bool may_be_undefined(const c10::Argument& argument) {
+  static const std::unordered_set<std::string> names = {
+      "attn_bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset", "rng_state", "unused"};
+  return argument.real_type()->kind() != TypeKind::TensorType || names.count(argument.name());
+}
+
 void convert_arguments(DecodedTemplate& result) {
   const auto& schema = result.op->schema();
   const auto& declared = schema.arguments();
@@ -377,6 +392,11 @@ void convert_arguments(DecodedTemplate& result) {
     bool written = declared[i].alias_info() && declared[i].alias_info()->isWrite();
     try {
       converter.convert(result.arguments[i], declared[i].real_type(), declared[i].type(), written);
+      const IValue& constant = result.arguments[i].constant;
+      if (constant.isTensor() && !constant.toTensor().defined() && !may_be_undefined(declared[i]))
+        throw OpRefused("it must be defined");
+      if (declared[i].is_out() && overlaps_itself(result.arguments[i]))
+        throw OpRefused("more than one element of the output is at the same place in memory");
     } catch (const OpRefused& error) {
       throw OpRefused("argument '" + declared[i].name() + "': " + error.what());
     }
@@ -458,7 +478,8 @@ std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
 void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name,
                                 const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
-  if (name.rfind(NAMESPACE, 0) != 0 || !allowed_ops_.count(name.substr(NAMESPACE.size()))) {
+  std::string plain_name = name.rfind(NAMESPACE, 0) == 0 ? name.substr(NAMESPACE.size()) : "";
+  if (!allowed_ops_.count(plain_name)) {
     throw OpRefused("it is not in the list of allowed ops (docs/DEVICE.md, \"Not supported\")");
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});
@@ -466,6 +487,7 @@ void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name
   check_schema_types_supported(result.op->schema());
   convert_arguments(result);
   set_output_bytes_min(result);
+  result.argument_check = find_argument_check(plain_name);
 }
 
 }  // namespace genie

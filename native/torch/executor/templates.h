@@ -16,6 +16,7 @@
 #include <c10/core/Device.h>
 
 #include "../wire.h"
+#include "argument_checks.h"
 #include "tensor_meta.h"
 
 namespace genie {
@@ -82,6 +83,7 @@ struct DecodedTemplate {
   std::string name;            // with the overload: "aten::add.Tensor"
   std::string refusal_reason;  // why it is not allowed; then `op` is empty
   std::optional<c10::OperatorHandle> op;
+  ArgumentCheck argument_check = nullptr;  // null if the kernels of the op check all arguments
   std::vector<TemplateArgument> arguments;
   bool has_predicted_outputs = false;
   std::vector<ExpectedOutput> outputs;

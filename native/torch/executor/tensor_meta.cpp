@@ -76,11 +76,15 @@ StorageView read_storage_view(WireReader& in) {
   return view;
 }
 
-std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes) {
+std::string describe_sizes(c10::IntArrayRef sizes) {
   // No iostreams: this library may be linked with another implementation of them than torch.
-  std::string text = std::string(c10::toString(dtype)) + " [";
+  std::string text = "[";
   for (size_t i = 0; i < sizes.size(); i++) text += (i ? ", " : "") + std::to_string(sizes[i]);
   return text + "]";
+}
+
+std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes) {
+  return std::string(c10::toString(dtype)) + " " + describe_sizes(sizes);
 }
 
 uint64_t storage_end_bytes(const at::Tensor& tensor) {

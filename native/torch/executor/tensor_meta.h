@@ -47,7 +47,8 @@ struct StorageView {
 };
 StorageView read_storage_view(WireReader& in);
 
-// "Float [2, 3]", for messages.
+// "[2, 3]" and "Float [2, 3]", for messages.
+std::string describe_sizes(c10::IntArrayRef sizes);
 std::string describe_tensor(c10::ScalarType dtype, c10::IntArrayRef sizes);
 
 // Bytes from the start of the storage to the end of the last element; 0 if there are no elements.
