@@ -45,7 +45,8 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   for (const auto& argument : schema.arguments()) {
     auto type = argument.type();
     if (auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType();
-    traits.is_number_argument.push_back(type->kind() == c10::TypeKind::NumberType);
+    auto* list = type->castRaw<c10::ListType>();
+    traits.has_numbers.push_back((list ? list->getElementType() : type)->kind() == c10::TypeKind::NumberType);
     traits.is_mutable_argument.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     any_tensor |= accepts_tensor(argument);
   }
@@ -61,11 +62,13 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   traits.outputs_depend_on_values =
       !traits.outputs_depend_on_masks &&
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
-  // Their output shapes differ from those of the meta functions, depending on the accelerator.
+  traits.returns_device_property = name == "aten::cudnn_is_acceptable";
+  // Their output shapes or strides differ from those of the meta functions, depending on the accelerator.
   traits.has_reliable_meta_kernel = !contains_any_substring(
-      name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
-             "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
-             "_fused_sdp_choice"});
+      name,
+      {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
+       "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
+       "_fused_sdp_choice", "mkldnn_rnn", "aten::lstm", "aten::gru", "aten::rnn_", "_fused_moving_avg"});
   return traits;
 }
 
