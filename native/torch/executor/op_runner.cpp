@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 namespace genie {
 
@@ -48,6 +49,7 @@ void OpRunner::invoke_op(DecodedTemplate& op_template, const uint8_t* call_data)
   storages_.check_quota(std::max(op_template.new_output_bytes, op_template.output_bytes_min));
   for (TemplateArgument& argument : op_template.arguments) stack_.push_back(to_ivalue(argument, call_data));
   if (op_template.size_argument_index >= 0) check_quota_for_outputs(op_template);
+  c10::AutoGradMode grad_mode(op_template.runs_in_grad_mode);
   op_template.op->callBoxed(&stack_);
 }
 
