@@ -4,7 +4,7 @@
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
 
-#include "argument_checks.h"
+#include "template_checks.h"
 #include "failure.h"
 
 namespace genie {
@@ -466,7 +466,7 @@ void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name
   if (!result.op) throw OpRefused("this version of torch does not have it");
   check_schema_types_supported(result.op->schema());
   convert_arguments(result);
-  check_arguments_that_torch_trusts(result, device_);
+  check_template(result, device_);
   result.runs_in_grad_mode = name == "aten::mkldnn_rnn_layer";
   set_output_bytes_min(result);
 }

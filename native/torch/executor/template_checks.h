@@ -1,5 +1,4 @@
-// Checks of arguments that torch's kernels trust: shapes, dtypes and constants of a template, before it is
-// used.
+// Checks of templates, for ops whose kernels trust shapes, dtypes and constants that a template determines.
 #pragma once
 
 #include "templates.h"
@@ -8,6 +7,6 @@ namespace genie {
 
 // Throws OpRefused if the kernel of the op would access memory outside its arguments. Ops whose kernels check
 // their arguments themselves are not checked here.
-void check_arguments_that_torch_trusts(const DecodedTemplate& decoded, c10::Device device);
+void check_template(const DecodedTemplate& decoded, c10::Device device);
 
 }  // namespace genie

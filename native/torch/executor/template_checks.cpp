@@ -1,5 +1,5 @@
-// See argument_checks.h.
-#include "argument_checks.h"
+// See template_checks.h.
+#include "template_checks.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -18,9 +18,9 @@ namespace {
 using Sizes = std::vector<int64_t>;
 
 // The arguments of a template by name.
-class CheckedArguments {
+class TemplateArguments {
  public:
-  CheckedArguments(const DecodedTemplate& decoded, c10::Device device) : decoded_(decoded), device_(device) {
+  TemplateArguments(const DecodedTemplate& decoded, c10::Device device) : decoded_(decoded), device_(device) {
     const auto& declared = decoded.op->schema().arguments();
     for (size_t i = 0; i < declared.size(); i++) by_name_.emplace(declared[i].name(), &decoded.arguments[i]);
   }
@@ -97,7 +97,7 @@ struct LstmLayerNames {
 constexpr LstmLayerNames FORWARD_NAMES{{"weight0", "weight1", "weight2", "weight3"}, "hx_", "cx_"};
 constexpr LstmLayerNames BACKWARD_NAMES{{"weight1", "weight2", "weight3", "weight4"}, "hx_", "cx_tmp"};
 
-LstmLayerSizes check_lstm_layer(const CheckedArguments& arguments, const LstmLayerNames& names) {
+LstmLayerSizes check_lstm_layer(const TemplateArguments& arguments, const LstmLayerNames& names) {
   constexpr int64_t LSTM_MODE = 2;
   arguments.require(arguments.device().is_cpu(), "oneDNN's LSTM needs a CPU");
   arguments.require(arguments.constant("mode").toInt() == LSTM_MODE, "argument 'mode' must be 2 (LSTM)");
@@ -125,7 +125,7 @@ LstmLayerSizes check_lstm_layer(const CheckedArguments& arguments, const LstmLay
   return sizes;
 }
 
-void check_lstm_layer_forward(const CheckedArguments& arguments) {
+void check_lstm_layer_forward(const TemplateArguments& arguments) {
   check_lstm_layer(arguments, FORWARD_NAMES);
 }
 
@@ -143,7 +143,7 @@ int64_t count_lstm_workspace_bytes(const LstmLayerSizes& sizes, bool reverse) {
   return std::get<3>(results).numel();
 }
 
-void check_lstm_layer_backward(const CheckedArguments& arguments) {
+void check_lstm_layer_backward(const TemplateArguments& arguments) {
   LstmLayerSizes sizes = check_lstm_layer(arguments, BACKWARD_NAMES);
   const Sizes state{sizes.batch, sizes.hidden}, output{sizes.steps, sizes.batch, sizes.hidden};
   arguments.require_tensor("output", sizes.dtype, output);
@@ -151,7 +151,7 @@ void check_lstm_layer_backward(const CheckedArguments& arguments) {
   arguments.require_tensor("cy_", sizes.dtype, state);
   auto require_sizes = [&](const char* name, const Sizes& expected) {
     if (!arguments.has_tensor(name)) return;
-    arguments.require(CheckedArguments::is_tensor_of(arguments.tensor(name), sizes.dtype, expected),
+    arguments.require(TemplateArguments::is_tensor_of(arguments.tensor(name), sizes.dtype, expected),
                       "a gradient must have the shape and the dtype of its output");
   };
   require_sizes("grad_output", output);
@@ -162,7 +162,7 @@ void check_lstm_layer_backward(const CheckedArguments& arguments) {
 }
 
 // torch passes the arguments of a whole LSTM on a CPU to oneDNN without checking them.
-void check_lstm(const CheckedArguments& arguments) {
+void check_lstm(const TemplateArguments& arguments) {
   if (!arguments.device().is_cpu() || !arguments.has_argument("input")) return;  // else the input is packed
   const TensorMeta& input = arguments.tensor("input");
   const auto& states = arguments.tensors("hx");
@@ -185,7 +185,7 @@ void check_lstm(const CheckedArguments& arguments) {
   const Sizes state{layers * directions, input.sizes[arguments.constant("batch_first").toBool() ? 0 : 1],
                     hidden};
   for (const TemplateArgument& each : states)
-    arguments.require(CheckedArguments::is_tensor_of(*each.meta, input.dtype, state),
+    arguments.require(TemplateArguments::is_tensor_of(*each.meta, input.dtype, state),
                       "argument 'hx' must have the shape [layers * directions, batch, hidden]");
   for (size_t i = 0; i < weights.size(); i++) {
     const bool is_first_layer = i < per_layer * static_cast<size_t>(directions);
@@ -194,7 +194,7 @@ void check_lstm(const CheckedArguments& arguments) {
                            : i % per_layer == 1 ? Sizes{gates, hidden}
                                                 : Sizes{gates};
     arguments.require(
-        CheckedArguments::is_tensor_of(*weights[i].meta, input.dtype, expected),
+        TemplateArguments::is_tensor_of(*weights[i].meta, input.dtype, expected),
         "argument 'params' has a weight of another shape or dtype than the input and 'hx' need");
   }
 }
@@ -205,7 +205,7 @@ bool is_one_of(int64_t value, std::initializer_list<int64_t> allowed) {
   return std::find(allowed.begin(), allowed.end(), value) != allowed.end();
 }
 
-const TensorMeta& require_matrix(const CheckedArguments& arguments, const char* name) {
+const TensorMeta& require_matrix(const TemplateArguments& arguments, const char* name) {
   const TensorMeta& matrix = arguments.tensor(name);
   arguments.require(matrix.sizes.size() == 2 && matrix.sizes[0] > 0 && matrix.sizes[1] > 0,
                     "the input must be a matrix that is not empty");
@@ -217,14 +217,14 @@ const TensorMeta& require_matrix(const CheckedArguments& arguments, const char* 
 }
 
 // The scales and zero points of groups of weights, for an input of `columns` columns.
-void check_group_scales(const CheckedArguments& arguments, const TensorMeta& input, int64_t rows) {
+void check_group_scales(const TemplateArguments& arguments, const TensorMeta& input, int64_t rows) {
   const int64_t group = arguments.constant("qGroupSize").toInt(), columns = input.sizes[1];
   arguments.require(is_one_of(group, {32, 64, 128, 256}), "argument 'qGroupSize' must be 32, 64, 128 or 256");
   arguments.require(columns % group == 0, "the columns of the input must be a multiple of 'qGroupSize'");
   arguments.require_tensor("qScaleAndZeros", input.dtype, {columns / group, rows, 2});
 }
 
-void check_int4_matmul_on_cpu(const CheckedArguments& arguments) {
+void check_int4_matmul_on_cpu(const TemplateArguments& arguments) {
   arguments.require(arguments.device().is_cpu(), "the op needs a CPU");
   const TensorMeta& input = require_matrix(arguments, "self");
   const TensorMeta& weight = arguments.tensor("mat2");
@@ -235,7 +235,7 @@ void check_int4_matmul_on_cpu(const CheckedArguments& arguments) {
   check_group_scales(arguments, input, weight.sizes[0]);
 }
 
-void check_int4_matmul_on_gpu(const CheckedArguments& arguments) {
+void check_int4_matmul_on_gpu(const TemplateArguments& arguments) {
   arguments.require(!arguments.device().is_cpu(), "the op needs a GPU");
   const TensorMeta& input = require_matrix(arguments, "self");
   const TensorMeta& weight = arguments.tensor("mat2");
@@ -250,7 +250,7 @@ void check_int4_matmul_on_gpu(const CheckedArguments& arguments) {
   check_group_scales(arguments, input, weight.sizes[0] * 8);
 }
 
-void check_int4_packing_on_gpu(const CheckedArguments& arguments) {
+void check_int4_packing_on_gpu(const TemplateArguments& arguments) {
   arguments.require(!arguments.device().is_cpu(), "the op needs a GPU");
   const TensorMeta& weight = arguments.tensor("self");
   const int64_t tiles = arguments.constant("innerKTiles").toInt();
@@ -263,7 +263,7 @@ void check_int4_packing_on_gpu(const CheckedArguments& arguments) {
   arguments.require_tensor("self", at::kByte, {weight.sizes[0], weight.sizes[1]});
 }
 
-void check_int8_matmul(const CheckedArguments& arguments) {
+void check_int8_matmul(const TemplateArguments& arguments) {
   const TensorMeta& input = require_matrix(arguments, "self");
   const TensorMeta& weight = arguments.tensor("mat2");
   arguments.require(weight.sizes.size() == 2 && weight.sizes[0] > 0, "argument 'mat2' must be a matrix");
@@ -274,7 +274,7 @@ void check_int8_matmul(const CheckedArguments& arguments) {
 
 // --- fake quantization ------------------------------------------------------------------------------
 
-void require_numbers(const CheckedArguments& arguments, std::initializer_list<const char*> names,
+void require_numbers(const TemplateArguments& arguments, std::initializer_list<const char*> names,
                      int64_t count) {
   for (const char* name : names) {
     const TensorMeta& found = arguments.tensor(name);
@@ -284,11 +284,11 @@ void require_numbers(const CheckedArguments& arguments, std::initializer_list<co
   }
 }
 
-void check_fake_quantize_with_tensors(const CheckedArguments& arguments) {
+void check_fake_quantize_with_tensors(const TemplateArguments& arguments) {
   require_numbers(arguments, {"scale", "zero_point", "fake_quant_enabled"}, 1);
 }
 
-void check_moving_average_fake_quantize(const CheckedArguments& arguments) {
+void check_moving_average_fake_quantize(const TemplateArguments& arguments) {
   require_numbers(arguments, {"observer_on", "fake_quant_on", "scale", "zero_point"}, 1);
   if (!arguments.constant("per_row_fake_quant").toBool()) {
     require_numbers(arguments, {"running_min", "running_max"}, 1);
@@ -304,10 +304,10 @@ void check_moving_average_fake_quantize(const CheckedArguments& arguments) {
   if (!is_first_call) require_numbers(arguments, {"running_min", "running_max", "scale", "zero_point"}, rows);
 }
 
-using ArgumentCheck = void (*)(const CheckedArguments&);
+using TemplateCheck = void (*)(const TemplateArguments&);
 
-const std::unordered_map<std::string, ArgumentCheck>& argument_checks() {
-  static const std::unordered_map<std::string, ArgumentCheck> checks = {
+const std::unordered_map<std::string, TemplateCheck>& template_checks() {
+  static const std::unordered_map<std::string, TemplateCheck> checks = {
       {"aten::_convert_weight_to_int4pack", &check_int4_packing_on_gpu},
       {"aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams", &check_fake_quantize_with_tensors},
       {"aten::_fused_moving_avg_obs_fq_helper", &check_moving_average_fake_quantize},
@@ -322,11 +322,11 @@ const std::unordered_map<std::string, ArgumentCheck>& argument_checks() {
 
 }  // namespace
 
-void check_arguments_that_torch_trusts(const DecodedTemplate& decoded, c10::Device device) {
-  auto check = argument_checks().find(decoded.op->schema().name());
-  if (check == argument_checks().end()) return;
+void check_template(const DecodedTemplate& decoded, c10::Device device) {
+  auto check = template_checks().find(decoded.op->schema().name());
+  if (check == template_checks().end()) return;
   try {
-    check->second(CheckedArguments(decoded, device));
+    check->second(TemplateArguments(decoded, device));
   } catch (const c10::Error& error) {
     throw OpRefused(error.what_without_backtrace());
   }
