@@ -459,7 +459,9 @@ std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
 void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name,
                                 const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
-  if (name.rfind(NAMESPACE, 0) != 0 || !allowed_ops_.count(name.substr(NAMESPACE.size()))) {
+  // Ops of other libraries are allowed by their name with its namespace.
+  std::string allowed_name = name.rfind(NAMESPACE, 0) == 0 ? name.substr(NAMESPACE.size()) : name;
+  if (!allowed_ops_.count(allowed_name)) {
     throw OpRefused("it is not in the list of allowed ops (docs/DEVICE.md, \"Not supported\")");
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});

@@ -98,7 +98,7 @@ struct DecodedTemplate {
 // Lower bound of the memory of a tensor of these sizes; UINT64_MAX if it overflows.
 uint64_t tensor_bytes_min(c10::ArrayRef<int64_t> sizes, uint64_t item_bytes);
 
-// Decodes templates. `allowed_ops` are names without namespace and overload.
+// Decodes templates. `allowed_ops` are names without overload, and for ops of torch without namespace.
 class TemplateReader {
  public:
   TemplateReader(c10::Device device, std::vector<std::string> allowed_ops);
