@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/Context.h>
@@ -27,6 +28,7 @@
 
 #include "device_type.h"
 #include "dispatch.h"
+#include "recurrent.h"
 #include "recurrent_steps.h"
 #include "storage.h"
 
@@ -65,7 +67,8 @@ bool uses_cudnn(const Tensor& input) {
   return stack.back().toBool();
 }
 
-// The states of cuDNN's dropout: one per device and process, seeded at its first use, as torch does for GPUs.
+// The states of cuDNN's dropout: one per device and process, seeded from the generator of the device, as
+// torch does for GPUs.
 class CudnnDropoutStates {
  public:
   Tensor get_or_create(const Tensor& input, double dropout, bool train) {
@@ -74,16 +77,28 @@ class CudnnDropoutStates {
     Tensor& state = by_device_index_[input.device().index()];
     bool is_usable =
         state.defined() && storage_handle_of(state).connection == storage_handle_of(input).connection;
-    if (!is_usable) {
-      auto seed = at::empty({}, at::TensorOptions().dtype(at::kLong)).random_().item<int64_t>();
+    if (take_reseeded(input.device().index()) || !is_usable) {
+      auto seed = at::empty({}, input.options().dtype(at::kLong)).random_().item<int64_t>();
       state = at::_cudnn_init_dropout_state(dropout, train, seed, input.options().dtype(at::kByte));
     }
     return state;
   }
 
+  void reset(int device_index) {
+    std::lock_guard<std::mutex> lock(reseeded_mutex_);
+    reseeded_.insert(device_index);
+  }
+
  private:
+  bool take_reseeded(int device_index) {
+    std::lock_guard<std::mutex> lock(reseeded_mutex_);
+    return reseeded_.erase(device_index) > 0;
+  }
+
   std::mutex mutex_;
-  std::unordered_map<c10::DeviceIndex, Tensor> by_device_index_;
+  std::unordered_map<int, Tensor> by_device_index_;
+  std::mutex reseeded_mutex_;  // never held while an op is sent
+  std::unordered_set<int> reseeded_;
 };
 
 CudnnDropoutStates& cudnn_dropout_states() {
@@ -272,6 +287,8 @@ void register_recurrent_ops(torch::Library& library) {
 }
 
 }  // namespace
+
+void reset_cudnn_dropout(int device_index) { cudnn_dropout_states().reset(device_index); }
 
 }  // namespace genie
 
