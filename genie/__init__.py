@@ -78,4 +78,4 @@ def _register_device() -> None:
     backend.register()
 
 
-import_hook.call_after_torch_import(_register_device)
+import_hook.call_after_import("torch", _register_device)

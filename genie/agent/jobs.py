@@ -494,6 +494,7 @@ class NodeJobs:
                 ca_path=context.ca_path,
                 listen_host=context.listen_host,
                 memory_bytes_max=self._config.executor_memory_bytes_max,
+                op_libraries=self._config.executor_op_libraries,
                 node=context.get_node_info(),
                 offload=context.offload,
             )

@@ -125,6 +125,7 @@ async def prepare_executor(
     ca_path: Path | None,
     listen_host: str,
     memory_bytes_max: int,
+    op_libraries: Mapping[str, str],
     node: NodeInfo,
     offload: Offload,
 ) -> tuple[str, ...]:
@@ -153,6 +154,7 @@ async def prepare_executor(
         vendor=vendor.value,
         device_index=0,  # the first visible one; its environment hides the others
         memory_bytes_max=memory_bytes_max,
+        op_libraries=dict(op_libraries),
         idle_s=EXECUTOR_IDLE_TIMEOUT_S,
         spin_us=_executor_busy_wait_us(node, vendor),
         threads=_executor_thread_count(launch, node, vendor),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from genie.config.labels import LABEL, LABELS
+from genie.config.op_libraries import OP_LIBRARIES
 from genie.config.schema import setting
 
 
@@ -187,6 +188,11 @@ class AgentConfig:
         "Tensor memory per client and accelerator in bytes; 0: no limit.",
         low=0,
         high=1 << 50,
+    )
+    executor_op_libraries: Mapping[str, str] = setting(
+        {},
+        "Allowed op libraries, as NAMESPACE=LIBRARY (.so or Python module).",
+        rule=OP_LIBRARIES,
     )
 
 

@@ -1,9 +1,10 @@
 """torch.compile(model, backend="genie"): the FX graphs of a model, recorded and replayed by its executor.
 
-torch finds the backend by its entry point. Training works: torch passes the forward and the backward pass as
-separate graphs, with the weights among the inputs; weights are used in place, all other inputs are copied.
-Graphs without remote tensors run unchanged. With another backend, inductor gets an error that names this one.
-Does not capture models without torch.compile (model_capture.py).
+Without a backend, graphs with remote tensors are compiled with inductor by the executor (adapters.py).
+Training works: torch passes the forward and the backward pass as separate graphs, with the weights among the
+inputs; weights are used in place, all other inputs are copied. Graphs without remote tensors run unchanged.
+Inductor itself, if called directly, gets an error that names this backend. Does not capture models without
+torch.compile (model_capture.py).
 """
 
 from __future__ import annotations
@@ -44,6 +45,26 @@ def genie(
     )
     compiled: Callable[..., Any] = compile_graphs(module, examples)
     return compiled
+
+
+def has_remote_tensors(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
+    """Whether an input or a value of the graph is on a remote device."""
+    values = [*examples, *(node.meta.get("example_value") for node in module.graph.nodes)]
+    return any(isinstance(each, torch.Tensor) and each.device.type == registry.DEVICE_TYPE for each in values)
+
+
+def compile_by_default(
+    module: torch.fx.GraphModule, examples: Sequence[Any], config: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """For torch.compile without a backend. `config`: settings of inductor, from its mode and options."""
+    unsupported = sorted(set(config) - {"triton.cudagraphs"})  # of "reduce-overhead": graphs are always used
+    if unsupported:
+        raise OpRefusedError(
+            f"torch.compile on {registry.DEVICE_TYPE} does not support these settings of inductor: "
+            f"{', '.join(unsupported)}",
+            hint='leave out options, and use no mode, mode="default" or mode="reduce-overhead"',
+        )
+    return genie(module, examples, options={"inductor": True})
 
 
 def _compile_forward(module: torch.fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Any:
@@ -146,7 +167,6 @@ def register_unsupported_codegen() -> None:
 
 def _inductor_unsupported_error() -> OpRefusedError:
     return OpRefusedError(
-        f"the default backend of torch.compile (inductor) does not support {registry.DEVICE_TYPE}",
-        hint='use torch.compile(model, backend="genie"); with options={"inductor": True} the executor '
-        "compiles the graphs with inductor",
+        f"inductor cannot generate code for {registry.DEVICE_TYPE} in this process",
+        hint="use torch.compile(model), which lets the executor compile the graphs with inductor",
     )

@@ -1,4 +1,4 @@
-"""Calls a function once torch has been imported: at once, or right after the import."""
+"""Calls a function once a module has been imported: at once, or right after its import."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ if TYPE_CHECKING:  # importlib.abc is slow to import, and every `import genie` r
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
 
-_TORCH_MODULE = "torch"
 
-
-def call_after_torch_import(function: Callable[[], None]) -> None:
-    """Call once per process. Does not import torch itself."""
-    if sys.modules.get(_TORCH_MODULE) is not None:  # None: its import is blocked
+def call_after_import(name: str, function: Callable[[], None]) -> None:
+    """Call once per process. Does not import the module itself."""
+    if sys.modules.get(name) is not None:  # None: its import is blocked
         function()
     else:
-        sys.meta_path.insert(0, _TorchFinder(function))
+        sys.meta_path.insert(0, _ModuleFinder(name, function))
 
 
-class _TorchFinder:
-    """Finds torch with the other finders, and wraps its loader."""
+class _ModuleFinder:
+    """Finds the module with the other finders, and wraps its loader."""
 
-    def __init__(self, after_import: Callable[[], None]) -> None:
+    def __init__(self, name: str, after_import: Callable[[], None]) -> None:
+        self._name = name
         self._after_import = after_import
         self._search_in_progress = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _TORCH_MODULE or getattr(self._search_in_progress, "now", False):
+        if fullname != self._name or getattr(self._search_in_progress, "now", False):
             return None
         self._search_in_progress.now = True
         try:
@@ -42,11 +41,11 @@ class _TorchFinder:
         finally:
             self._search_in_progress.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = cast("Loader", _TorchLoader(spec.loader, self._after_import))
+            spec.loader = cast("Loader", _ModuleLoader(spec.loader, self._after_import))
         return spec
 
 
-class _TorchLoader:
+class _ModuleLoader:
     def __init__(self, real: Loader, after_import: Callable[[], None]) -> None:
         self._wrapped_loader = real
         self._after_import = after_import

@@ -12,6 +12,7 @@ from typing import Any
 
 from genie.errors import TransportError
 from genie.executor.listener import ExecutorListener, PendingClient
+from genie.executor.op_libraries import load_op_libraries
 from genie.executor.parcel_connector import ParcelConnector
 from genie.native import genie_executor
 from genie.processes.executor_config import ExecutorConfig
@@ -95,7 +96,7 @@ class ClientSession:
         self._native_session = genie_executor.Session(
             config.device,
             config.memory_bytes_max,
-            sorted(ALLOWED_OPS),
+            sorted(ALLOWED_OPS | load_op_libraries(config.op_libraries)),
             spin_us=config.spin_us,
             capture=self._cuda_capture,
             connect=self._parcel_connector,

@@ -47,6 +47,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     threads: int = 0
     """Threads for ops on the CPU; 0 for the default of torch."""
 
+    op_libraries: dict[str, str] = {}
+    """Libraries whose ops clients may use: for each namespace, a shared object or a Python module."""
+
     @property
     def uses_tls(self) -> bool:
         return bool(self.certificate_path)

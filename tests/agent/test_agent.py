@@ -616,10 +616,13 @@ async def test_executor_spins_only_if_cores_are_free(
         ca_path=None,
         listen_host="127.0.0.1",
         memory_bytes_max=0,
+        op_libraries={"mylib": "/opt/mylib.so"},
         node=node,
         offload=run_inline,
     )
-    assert (executor_config.read(Path(path)).spin_us > 0) is looks
+    written = executor_config.read(Path(path))
+    assert (written.spin_us > 0) is looks
+    assert written.op_libraries == {"mylib": "/opt/mylib.so"}
 
 
 BUSY = """

@@ -1,5 +1,7 @@
 // Autocast for the device: the same ops in lower precision and in float32 as on CUDA.
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/_cudnn_rnn_ops.h>
+#include <ATen/ops/mkldnn_rnn_layer_ops.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -14,4 +16,6 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_FP32_SET_OPT_DTYPE(RESULT_IN_FLOAT32)
 #define WIDEST_TYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
   AT_FORALL_PROMOTE(WIDEST_TYPE)
+  LOWER_PRECISION(_cudnn_rnn)
+  LOWER_PRECISION(mkldnn_rnn_layer)
 }

@@ -179,15 +179,16 @@ int64_t double_to_bits(double value) {
   return bits;
 }
 
-// `number_as_data`: integers of Scalar arguments are sent as data; `float_as_data`: likewise for floats.
-void add_argument_to_call(OpCall& call, const IValue& value, bool number_as_data, bool float_as_data,
+// `numbers_as_data`: integers are sent as data, also those in a list; `float_as_data`: likewise for floats
+// that are not in a list.
+void add_argument_to_call(OpCall& call, const IValue& value, bool numbers_as_data, bool float_as_data,
                           bool is_written) {
   if (value.isTensor()) {
     add_tensor_to_call(call, value.toTensor(), is_written);
   } else if (value.isInt()) {
     call.template_key.push_back(
-        make_template_key_word(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
-    number_as_data ? call.record_data.write_i64(value.toInt()) : call.template_key.push_back(value.toInt());
+        make_template_key_word(numbers_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer));
+    numbers_as_data ? call.record_data.write_i64(value.toInt()) : call.template_key.push_back(value.toInt());
   } else if (value.isNone()) {
     call.template_key.push_back(make_template_key_word(ArgumentKind::None));
   } else if (value.isDouble()) {
@@ -202,7 +203,8 @@ void add_argument_to_call(OpCall& call, const IValue& value, bool number_as_data
     if (items.size() > LIST_ITEMS_MAX) raise_python_error("device.op_refused", "a list argument is too long");
     call.template_key.push_back(
         make_template_key_word(ArgumentKind::List, static_cast<int64_t>(items.size())));
-    for (const IValue& item : items) add_argument_to_call(call, item, false, false, is_written);
+    for (const IValue& item : items)
+      add_argument_to_call(call, item, numbers_as_data, numbers_as_data, is_written);
   } else if (value.isDevice()) {
     call.template_key.push_back(make_template_key_word(ArgumentKind::Device));
   } else if (value.isString()) {
@@ -380,8 +382,7 @@ void send_op(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     call.clear();
     add_base_settings_to_key(known_op, call);
     for (size_t i = 0; i < traits.argument_count; i++) {
-      add_argument_to_call(call, (*stack)[base + i],
-                           traits.is_number_argument[i] && traits.sends_numbers_as_data,
+      add_argument_to_call(call, (*stack)[base + i], traits.has_numbers[i] && traits.sends_numbers_as_data,
                            traits.sends_numbers_as_data, writes_argument(traits, *stack, base, i));
     }
     if (!call.connection) {

@@ -97,11 +97,12 @@ void apply_resized_inputs(WireReader& in, const std::vector<Tensor>& inputs) {
 }
 
 // Whether the outputs hold for all calls with the same key.
-bool has_static_outputs(const std::vector<OutputSpec>& outputs, bool resizes_inputs) {
+bool has_static_outputs(const OpTraits& traits, const std::vector<OutputSpec>& outputs, bool resizes_inputs) {
+  if (traits.returns_device_property) return true;
   if (resizes_inputs) return false;
   for (const OutputSpec& output : outputs) {
     if (output.kind > OutputKind::Integer) return false;  // a value, not a shape
-    if (!has_static_outputs(output.items, false)) return false;
+    if (!has_static_outputs(traits, output.items, false)) return false;
   }
   return true;
 }
@@ -125,8 +126,9 @@ DynamicOpReply read_dynamic_op_reply(WireReader& in, const c10::FunctionSchema& 
   return op_reply;
 }
 
-// An op that only returns integers derived from shapes is not sent again.
-bool returns_only_integers(const OpTraits& traits, const std::vector<OutputSpec>& outputs) {
+// An op that only returns integers derived from shapes, or a property of the device, is not sent again.
+bool is_sent_only_once(const OpTraits& traits, const std::vector<OutputSpec>& outputs) {
+  if (traits.returns_device_property) return true;
   if (traits.writes_arguments || outputs.empty()) return false;
   for (const OutputSpec& output : outputs)
     if (output.kind != OutputKind::Integer) return false;
@@ -140,8 +142,8 @@ void cache_learned_outputs(const c10::OperatorHandle& op, const OpTraits& traits
   writer.templates().assign_new_template_number(cached_template, writer.records());
   cached_template.outputs = op_reply.outputs;
   cached_template.new_storage_count = op_reply.new_output_count;
-  cached_template.mode = returns_only_integers(traits, op_reply.outputs) ? OpExecutionMode::ClientOnly
-                                                                         : OpExecutionMode::Streamed;
+  cached_template.mode =
+      is_sent_only_once(traits, op_reply.outputs) ? OpExecutionMode::ClientOnly : OpExecutionMode::Streamed;
   if (cached_template.mode == OpExecutionMode::ClientOnly) return;
   write_define_template(
       writer.records(), cached_template.number,
@@ -194,7 +196,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
     // The template may have been evicted during the wait.
     bool is_cached = writer.templates().find(cached_template->hash, cached_template->key) == cached_template;
     if (is_cached && cached_template->mode == OpExecutionMode::LearnFromReply &&
-        has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
+        has_static_outputs(traits, op_reply.outputs, op_reply.resizes_inputs)) {
       cache_learned_outputs(op, traits, *cached_template, op_reply, writer, *stack);
     }
     // Read before unlock(): another thread may be changing the mode.

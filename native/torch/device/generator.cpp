@@ -10,6 +10,7 @@
 #include "device_type.h"
 #include "errors.h"
 #include "device_registry.h"
+#include "recurrent.h"
 
 namespace genie {
 
@@ -79,6 +80,7 @@ class RemoteGenerator final : public c10::GeneratorImpl {
   // The functions below are called without the mutex.
   void send_seed(uint64_t seed) {
     last_seed_ = seed;
+    if (number_ == DEFAULT_GENERATOR_NUMBER) reset_cudnn_dropout(index());
     if (number_ == DEFAULT_GENERATOR_NUMBER && !device_registry().find_open_connection(index()))
       return;  // seeded when the connection is opened
     send_record([&](WireWriter& out) {

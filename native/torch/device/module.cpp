@@ -19,6 +19,7 @@
 #include "device_registry.h"
 #include "storage.h"
 #include "graph_guard.h"
+#include "recurrent.h"
 
 namespace py = pybind11;
 
@@ -246,6 +247,7 @@ void seed_default_generator(Connection& connection, uint64_t seed) {
   writer.records().write_u32(0);
   writer.records().write_u64(seed);
   writer.finish_record();
+  reset_cudnn_dropout(connection.options().device_index);
 }
 
 at::Tensor rng_state(int index) {

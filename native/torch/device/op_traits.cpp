@@ -41,7 +41,8 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   for (const auto& argument : schema.arguments()) {
     auto type = argument.type();
     if (auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType();
-    traits.is_number_argument.push_back(type->kind() == c10::TypeKind::NumberType);
+    auto* list = type->castRaw<c10::ListType>();
+    traits.has_numbers.push_back((list ? list->getElementType() : type)->kind() == c10::TypeKind::NumberType);
     traits.is_mutable_argument.push_back(argument.alias_info() && argument.alias_info()->isWrite());
     any_tensor |= accepts_tensor(argument);
   }
@@ -54,6 +55,7 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   traits.outputs_depend_on_values =
       !traits.outputs_depend_on_masks &&
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
+  traits.returns_device_property = name == "aten::cudnn_is_acceptable";
   traits.has_reliable_meta_kernel = !(policy & EXECUTOR_INFERS);
   return traits;
 }

@@ -18,7 +18,9 @@ struct OpTraits {
   bool outputs_depend_on_masks =
       false;  // outputs depend on values if an index, in the second argument, is a mask
   bool has_reliable_meta_kernel = true;
-  std::vector<bool> is_number_argument, is_mutable_argument;
+  bool returns_device_property = false;  // a flag that does not depend on values
+  std::vector<bool> has_numbers;         // per argument: a Scalar, or a list of them
+  std::vector<bool> is_mutable_argument;
   // Batch norm statistics, which older ops write to although their schemas do not declare it: if the argument
   // at `training_argument_index` is true, or always if there is none.
   std::vector<bool> is_batch_norm_statistic;

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "dispatch.h"
+#include "foreach.h"
 #include "op_policy.h"
 #include "op_traits.h"
 
@@ -23,6 +24,10 @@ bool writes_to_out_argument(const c10::FunctionSchema& schema) {
   return false;
 }
 
+bool is_in_place_foreach(const c10::FunctionSchema& schema) {
+  return is_foreach_op(schema.name()) && schema.name().back() == '_';
+}
+
 bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   using c10::DispatchKey;
   const auto& schema = op.schema();
@@ -33,7 +38,7 @@ bool is_sent_as_single_op(const c10::OperatorHandle& op) {
   }
   bool functional = op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
   if (!functional && !op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) return false;
-  if (schema.returns().empty() || returns_view(schema)) return false;
+  if ((schema.returns().empty() && !is_in_place_foreach(schema)) || returns_view(schema)) return false;
   bool any_tensor = false;
   for (const auto& argument : schema.arguments()) any_tensor |= accepts_tensor(argument);
   if (!any_tensor) return false;
@@ -54,7 +59,9 @@ int register_sent_ops() {
     auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema() || !is_sent_as_single_op(*op)) continue;
     std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&send_op>());
+    library->impl(full.c_str(), is_foreach_op(name.name)
+                                    ? torch::CppFunction::makeFromBoxedFunction<&send_foreach_op>()
+                                    : torch::CppFunction::makeFromBoxedFunction<&send_op>());
     count++;
   }
   return count;

@@ -84,9 +84,10 @@ at::Tensor make_remote_tensor(Connection& connection, uint32_t storage, const Ou
 }
 
 at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output) {
+  // The keys include those of autograd, without which the view could not be written to.
+  auto keys = source.key_set().remove(c10::DispatchKey::Conjugate).remove(c10::DispatchKey::Negative);
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(source.storage()),
-      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(output.dtype));
+      c10::TensorImpl::VIEW, c10::Storage(source.storage()), keys, c10::scalarTypeToTypeMeta(output.dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(output.sizes, output.strides,
                                                       output.offset + source.storage_offset());
   return tensor;

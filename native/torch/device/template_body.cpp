@@ -13,7 +13,7 @@ using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
 
-void write_argument(WireWriter& out, const IValue& value, bool number_as_data, bool float_as_data);
+void write_argument(WireWriter& out, const IValue& value, bool numbers_as_data, bool float_as_data);
 
 void write_tensor_argument(WireWriter& out, const Tensor& tensor) {
   if (!tensor.defined()) {
@@ -33,13 +33,13 @@ void write_tensor_argument(WireWriter& out, const Tensor& tensor) {
   }
 }
 
-void write_argument(WireWriter& out, const IValue& value, bool number_as_data, bool float_as_data) {
+void write_argument(WireWriter& out, const IValue& value, bool numbers_as_data, bool float_as_data) {
   auto kind = [&](ArgumentKind kind) { out.write_u8(static_cast<uint8_t>(kind)); };
   if (value.isTensor()) {
     write_tensor_argument(out, value.toTensor());
   } else if (value.isInt()) {
-    kind(number_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer);
-    if (!number_as_data) out.write_i64(value.toInt());
+    kind(numbers_as_data ? ArgumentKind::IntegerData : ArgumentKind::Integer);
+    if (!numbers_as_data) out.write_i64(value.toInt());
   } else if (value.isNone()) {
     kind(ArgumentKind::None);
   } else if (value.isDouble()) {
@@ -52,7 +52,7 @@ void write_argument(WireWriter& out, const IValue& value, bool number_as_data, b
     kind(ArgumentKind::List);
     auto items = value.toListRef();
     out.write_u32(static_cast<uint32_t>(items.size()));
-    for (const IValue& item : items) write_argument(out, item, false, false);
+    for (const IValue& item : items) write_argument(out, item, numbers_as_data, numbers_as_data);
   } else if (value.isDevice()) {
     kind(ArgumentKind::Device);
   } else if (value.isString()) {
@@ -96,8 +96,7 @@ WireWriter encode_template_body(const c10::OperatorHandle& op, const OpTraits& t
   body.write_text(op.schema().overload_name());
   body.write_u32(static_cast<uint32_t>(traits.argument_count));
   for (size_t i = 0; i < traits.argument_count; i++) {
-    write_argument(body, stack[first_argument + i],
-                   traits.is_number_argument[i] && traits.sends_numbers_as_data,
+    write_argument(body, stack[first_argument + i], traits.has_numbers[i] && traits.sends_numbers_as_data,
                    traits.sends_numbers_as_data);
   }
   body.write_u8(outputs != nullptr);

@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 namespace genie {
 
@@ -50,6 +51,7 @@ void OpRunner::invoke_op(DecodedTemplate& op_template, const uint8_t* call_data)
   if (op_template.size_argument_index >= 0) check_quota_for_outputs(op_template);
   if (op_template.argument_check)
     check_arguments(op_template.argument_check, op_template.op->schema(), stack_);
+  c10::AutoGradMode grad_mode(op_template.runs_in_grad_mode);
   op_template.op->callBoxed(&stack_);
 }
 

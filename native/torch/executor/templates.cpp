@@ -6,6 +6,7 @@
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
 
+#include "template_checks.h"
 #include "failure.h"
 
 namespace genie {
@@ -478,16 +479,19 @@ std::unique_ptr<DecodedTemplate> TemplateReader::read(WireReader& body) const {
 void TemplateReader::resolve_op(DecodedTemplate& result, const std::string& name,
                                 const std::string& overload) const {
   constexpr std::string_view NAMESPACE = "aten::";
-  std::string plain_name = name.rfind(NAMESPACE, 0) == 0 ? name.substr(NAMESPACE.size()) : "";
-  if (!allowed_ops_.count(plain_name)) {
+  // Ops of other libraries are allowed by their name with its namespace.
+  std::string allowed_name = name.rfind(NAMESPACE, 0) == 0 ? name.substr(NAMESPACE.size()) : name;
+  if (!allowed_ops_.count(allowed_name)) {
     throw OpRefused("it is not in the list of allowed ops (docs/DEVICE.md, \"Not supported\")");
   }
   result.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!result.op) throw OpRefused("this version of torch does not have it");
   check_schema_types_supported(result.op->schema());
   convert_arguments(result);
+  check_template(result, device_);
+  result.runs_in_grad_mode = name == "aten::mkldnn_rnn_layer";
   set_output_bytes_min(result);
-  result.argument_check = find_argument_check(plain_name);
+  result.argument_check = find_argument_check(allowed_name);
 }
 
 }  // namespace genie

@@ -90,16 +90,17 @@ struct DecodedTemplate {
   size_t call_data_bytes = 0;          // sent with each call
   uint32_t tensor_argument_count = 0;  // among the arguments
   uint32_t new_output_count = 0;
-  uint64_t new_output_bytes = 0;  // of the predicted outputs
-  int size_argument_index = -1;   // of the argument with the size of the output, if it is not constant
-  uint64_t output_bytes_min = 0;  // lower bound, from a constant size argument
-  uint32_t entry_count = 0;       // arguments and outputs, including those in lists
+  uint64_t new_output_bytes = 0;   // of the predicted outputs
+  int size_argument_index = -1;    // of the argument with the size of the output, if it is not constant
+  uint64_t output_bytes_min = 0;   // lower bound, from a constant size argument
+  bool runs_in_grad_mode = false;  // the op returns what its backward op needs only then
+  uint32_t entry_count = 0;        // arguments and outputs, including those in lists
 };
 
 // Lower bound of the memory of a tensor of these sizes; UINT64_MAX if it overflows.
 uint64_t tensor_bytes_min(c10::ArrayRef<int64_t> sizes, uint64_t item_bytes);
 
-// Decodes templates. `allowed_ops` are names without namespace and overload.
+// Decodes templates. `allowed_ops` are names without overload, and for ops of torch without namespace.
 class TemplateReader {
  public:
   TemplateReader(c10::Device device, std::vector<std::string> allowed_ops);
