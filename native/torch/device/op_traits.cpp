@@ -34,6 +34,19 @@ void set_undeclared_write_traits(const c10::FunctionSchema& schema, OpTraits& tr
   }
 }
 
+// The meta functions of structured ops are part of their kernels; torch registers those in its RegisterMeta
+// files. clone is implemented once for all devices. Excepted are kernels that change the memory format of
+// their outputs, and ops whose meta function torch replaces by a composition of other ops.
+bool shares_meta_function_with_kernels(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::clone") return true;
+  if (contains_any_substring(name, {"_pad", "copysign"}) ||
+      op.schema().overload_name().find("_mode") != std::string::npos)
+    return false;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
+         op.dumpState().find("RegisterMeta") != std::string::npos;
+}
+
 OpTraits compute_op_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
@@ -62,10 +75,29 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
       !traits.outputs_depend_on_masks &&
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
   // Their output shapes differ from those of the meta functions, depending on the accelerator.
-  traits.has_reliable_meta_kernel = !contains_any_substring(
-      name, {"batch_norm", "embedding_bag", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
-             "_cudnn", "miopen", "_thnn", "ctc_loss", "layer_norm", "multilabel_margin_loss", "log_sigmoid",
-             "_fused_sdp_choice"});
+  traits.has_reliable_meta_kernel = !contains_any_substring(name, {"batch_norm",
+                                                                   "embedding_bag",
+                                                                   "_scaled_dot_product",
+                                                                   "_flash_attention",
+                                                                   "_efficient_attention",
+                                                                   "_cudnn",
+                                                                   "miopen",
+                                                                   "_thnn",
+                                                                   "ctc_loss",
+                                                                   "layer_norm",
+                                                                   "multilabel_margin_loss",
+                                                                   "log_sigmoid",
+                                                                   "_fused_sdp_choice",
+                                                                   "linalg",
+                                                                   "cholesky",
+                                                                   "triangular_solve",
+                                                                   "lu_",
+                                                                   "geqrf",
+                                                                   "ormqr",
+                                                                   "orgqr",
+                                                                   "nonzero_static",
+                                                                   "_fft_"});
+  traits.shares_meta_function_with_kernels = shares_meta_function_with_kernels(op);
   return traits;
 }
 

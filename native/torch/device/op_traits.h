@@ -19,6 +19,7 @@ struct OpTraits {
   bool outputs_depend_on_masks =
       false;  // outputs depend on values if an index, in the second argument, is a mask
   bool has_reliable_meta_kernel = true;
+  bool shares_meta_function_with_kernels = false;  // so that the strides of its outputs are those of kernels
   std::vector<bool> is_number_argument, is_mutable_argument;
   // Batch norm statistics, which older ops write to although their schemas do not declare it: if the argument
   // at `training_argument_index` is true, or always if there is none.
