@@ -175,6 +175,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
   WireReader in(reply.payload.data(), reply.payload.size());
   DynamicOpReply op_reply;
   std::vector<uint32_t> storages;
+  bool is_repeatable = false;  // other threads may change the mode of the template
   try {
     op_reply = read_dynamic_op_reply(in, op.schema(), inputs.size());
     try {
@@ -196,6 +197,8 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
         has_static_outputs(op_reply.outputs, op_reply.resizes_inputs)) {
       cache_learned_outputs(op, traits, *cached_template, op_reply, writer, *stack);
     }
+    is_repeatable = cached_template->mode != OpExecutionMode::AwaitReply &&
+                    cached_template->mode != OpExecutionMode::LearnFromReply;
     if (connection.is_recording_thread() && cached_template->mode == OpExecutionMode::Streamed)
       write_graph_step(*cached_template, writer, call, storages);
     writer.unlock();
@@ -207,10 +210,7 @@ void run_dynamic_op(const c10::OperatorHandle& op, const OpTraits& traits,
   c10::SmallVector<IValue, 4> results;
   for (const OutputSpec& output : op_reply.outputs)
     results.push_back(make_result(output, connection, next, inputs));
-  if (cached_template->mode == OpExecutionMode::AwaitReply ||
-      cached_template->mode == OpExecutionMode::LearnFromReply) {
-    connection.check_not_recording(op.schema().name().c_str());
-  }
+  if (!is_repeatable) connection.check_not_recording(op.schema().name().c_str());
   torch::jit::drop(*stack, traits.argument_count);
   for (IValue& result : results) stack->push_back(std::move(result));
 }
