@@ -15,7 +15,7 @@ import threading
 import torch
 from torch.utils import backend_registration
 
-from genie.device import accelerator, adapters, autograd, library, registry
+from genie.device import accelerator, adapters, autograd, library, registry, storages
 
 _log = logging.getLogger(__name__)
 _registration_lock = threading.RLock()
@@ -55,6 +55,7 @@ def _register_backend_name() -> None:
     torch._register_device_module(registry.DEVICE_TYPE, accelerator)  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     adapters.install()
+    storages.support_byteswap()
     if "torch._inductor.codegen.common" in sys.modules:
         from genie.device import compiler  # late: it imports torch._dynamo
 

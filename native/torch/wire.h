@@ -249,6 +249,9 @@ inline bool is_supported_dtype(c10::ScalarType type) {
     case c10::ScalarType::ComplexDouble:
     case c10::ScalarType::Float8_e4m3fn:
     case c10::ScalarType::Float8_e5m2:
+    case c10::ScalarType::Float8_e4m3fnuz:
+    case c10::ScalarType::Float8_e5m2fnuz:
+    case c10::ScalarType::Float8_e8m0fnu:
       return true;
     default:
       return false;

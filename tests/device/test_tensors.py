@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -364,6 +363,35 @@ def test_ops_on_long_lists_with_repeated_tensors_match_cpu() -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [("uint8", "float32"), ("float16", "float64"), ("float32", "bfloat16"), ("int64", "int8")],
+)
+def test_an_upload_sends_the_smaller_of_two_dtypes(sent: str, received: str) -> None:
+    count = 100_000
+    local = torch.arange(count).remainder(100).to(getattr(torch, sent))
+    smaller = min(local.itemsize, getattr(torch, received).itemsize)
+    before = torch.remote_accelerator.stream_stats(D0)["bytes_sent"]
+    there = local.to(D0, getattr(torch, received))
+    torch.remote_accelerator.synchronize(D0)
+    bytes_sent = torch.remote_accelerator.stream_stats(D0)["bytes_sent"] - before
+    assert count * smaller <= bytes_sent < count * smaller + 10_000
+    assert torch.equal(there.cpu(), local.to(getattr(torch, received)))
+
+
+def test_a_download_converts_before_sending_only_to_a_smaller_dtype() -> None:
+    def ops_of_download(source: torch.dtype, target: torch.dtype) -> int:
+        there = torch.arange(10).to(source).to(D0)
+        before = torch.remote_accelerator.memory_stats(D0)["ops"]
+        assert torch.equal(there.to("cpu", target), torch.arange(10).to(source).to(target))
+        return torch.remote_accelerator.memory_stats(D0)["ops"] - before
+
+    assert ops_of_download(torch.float32, torch.float16) == 1
+    assert ops_of_download(torch.uint8, torch.float32) == 0
+    # out of range, the result depends on the processor; torch converts on the CPU
+    assert ops_of_download(torch.float32, torch.uint8) == 0
+
+
 # --- memory on the executor ---------------------------------------------------------------------
 
 
@@ -390,15 +418,16 @@ def test_storage_can_be_resized_to_zero_and_back(left: int) -> None:
     weight.untyped_storage().resize_(left)
     assert before - memory_stats_after_gc()["allocated_bytes.current"] == 4000 - left
     used = f"resized to {left} bytes"
-    for use in (weight.cpu, lambda: rows.sum().item(), lambda: weight.fill_(2).sum().item()):
+    uses = (
+        weight.cpu,
+        rows.sum,
+        lambda: weight.fill_(2),
+        lambda: weight.to(D1),
+        lambda: last.copy_(torch.ones(500)),
+    )
+    for use in uses:
         with pytest.raises(OpRefusedError, match=used):
             use()
-    for send in (lambda: weight.to(D1), lambda: last.copy_(torch.ones(500))):
-        send()
-        with pytest.raises(OpRefusedError, match=used):
-            torch.remote_accelerator.synchronize(D0)
-    with contextlib.suppress(OpRefusedError):  # of the same copy; must not leak into the next test
-        torch.remote_accelerator.synchronize(D1)
     assert first.sum().item() == left // 4
     weight.untyped_storage().resize_(4000)
     weight.fill_(3)

@@ -1,6 +1,6 @@
 // Ops that torch maps to fused kernels of some accelerators: attention, LSTM and GRU cells. Here they become
 // the kernel that the executor's accelerator has, or unfused ops.
-#include <array>
+#include <cmath>
 #include <optional>
 #include <tuple>
 
@@ -8,16 +8,13 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward_ops.h>
-#include <ATen/ops/_scaled_dot_product_cudnn_attention_ops.h>
-#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
-#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_backward_ops.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_ops.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "device_registry.h"
 #include "dispatch.h"
 #include "storage.h"
 
@@ -28,61 +25,84 @@ namespace {
 using at::Tensor;
 
 bool is_on_cuda_executor(const Tensor& tensor) {
-  return storage_handle_of(tensor).connection->executor_uses_cuda();
+  return device_registry().get_or_open_connection(tensor.device().index())->executor_uses_cuda();
 }
 
 // --- attention ----------------------------------------------------------------------------------
 
-// The backend that torch selects on the executor. It depends on the GPU and its libraries, so the executor
-// computes it, once per combination of shapes.
+// A tensor of a functional transform has no memory of its own, and a choice depends only on the metadata.
+Tensor tensor_with_metadata(const Tensor& tensor) {
+  if (has_storage_handle(tensor)) return tensor;
+  c10::impl::ExcludeDispatchKeyGuard below_transforms(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchBatched,
+       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+}
+
+// The backend that torch selects on the executor: it depends on the GPU, its libraries and the settings, so
+// the executor computes it, once per combination of shapes.
 at::SDPBackend choose_executor_sdp_backend(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           double dropout, bool causal, std::optional<double> scale) {
+                                           const std::optional<Tensor>& mask, double dropout, bool causal,
+                                           std::optional<double> scale, bool enable_gqa) {
   static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_sdp_choice", "");
-  torch::jit::Stack stack{query, key, value, c10::IValue(), dropout, causal, scale, false};
+  auto sent_mask = mask ? c10::IValue(tensor_with_metadata(*mask)) : c10::IValue();
+  torch::jit::Stack stack{tensor_with_metadata(query),
+                          tensor_with_metadata(key),
+                          tensor_with_metadata(value),
+                          sent_mask,
+                          dropout,
+                          causal,
+                          scale,
+                          enable_gqa};
   send_op(op, {}, &stack);
   return static_cast<at::SDPBackend>(stack.back().toInt());
+}
+
+// Whether the tensor is of torch's tracing: such tensors have no executor.
+bool is_fake(const Tensor& tensor) {
+  return tensor.key_set().has_any(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
 }
 
 int64_t choose_sdp_backend(const Tensor& query, const Tensor& key, const Tensor& value,
                            const std::optional<Tensor>& mask, double dropout, bool causal,
                            std::optional<double> scale, bool enable_gqa) {
-  // A fake tensor has no executor; the math backend works on all of them.
-  if (!has_storage_handle(query)) return static_cast<int64_t>(at::SDPBackend::math);
-  bool cuda = is_on_cuda_executor(query);
-  bool use_math = query.dim() != 4 || enable_gqa || query.size(-1) != value.size(-1) || query.numel() == 0 ||
-                  key.numel() == 0;
-  if (mask) use_math |= cuda || mask->requires_grad();
-  if (!cuda) use_math |= dropout > 0;
-  if (!use_math && cuda) {
-    use_math = choose_executor_sdp_backend(query.detach(), key.detach(), value.detach(), dropout, causal,
-                                           scale) == at::SDPBackend::math;
-  }
-  return static_cast<int64_t>(use_math ? at::SDPBackend::math : at::SDPBackend::overrideable);
+  // The math backend works on all executors.
+  if (is_fake(query) || is_fake(key) || is_fake(value) || (mask && is_fake(*mask)))
+    return static_cast<int64_t>(at::SDPBackend::math);
+  auto chosen = choose_executor_sdp_backend(query, key, value, mask, dropout, causal, scale, enable_gqa);
+  // The executor does not see which tensors require gradients; these backends have none for the mask.
+  if (mask && mask->requires_grad() && !is_on_cuda_executor(query)) chosen = at::SDPBackend::math;
+  if (mask && mask->requires_grad() && chosen == at::SDPBackend::cudnn_attention)
+    chosen = enable_gqa ? at::SDPBackend::math : at::SDPBackend::efficient_attention;
+  // torch calls the kernel of the CPU for flash attention on a device that it does not know.
+  if (chosen == at::SDPBackend::flash_attention && is_on_cuda_executor(query))
+    chosen = at::SDPBackend::overrideable;
+  return static_cast<int64_t>(chosen);
 }
 
 using AttentionResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-AttentionResult compute_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                  const std::optional<Tensor>& bias, double dropout, bool causal, bool,
-                                  std::optional<double> scale) {
-  if (!is_on_cuda_executor(query)) {
-    auto [output, sums] =
-        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, bias, scale);
-    return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), Tensor(), Tensor(), Tensor()};
-  }
-  switch (choose_executor_sdp_backend(query, key, value, dropout, causal, scale)) {
-    case at::SDPBackend::flash_attention:
-      return at::_ops::_scaled_dot_product_flash_attention::call(query, key, value, dropout, causal, false,
-                                                                 scale);
-    case at::SDPBackend::cudnn_attention:
-      return at::_ops::_scaled_dot_product_cudnn_attention::call(query, key, value, bias, true, dropout,
-                                                                 causal, false, scale);
-    default:
-      auto [output, sums, seed, offset] =
-          at::_scaled_dot_product_efficient_attention(query, key, value, bias, true, dropout, causal, scale);
-      return {output, sums, Tensor(), Tensor(), query.size(2), key.size(2), seed, offset, Tensor()};
-  }
+// GPU kernels take heads of a multiple of this size.
+constexpr int64_t FLASH_HEAD_SIZE_MULTIPLE = 8;
+
+Tensor pad_head(const Tensor& tensor) {
+  int64_t excess = tensor.size(-1) % FLASH_HEAD_SIZE_MULTIPLE;
+  return excess ? at::constant_pad_nd(tensor, {0, FLASH_HEAD_SIZE_MULTIPLE - excess}, 0) : tensor;
+}
+
+// Flash attention on a GPU, as torch calls it there. Registered above autograd, which differentiates the ops
+// that it consists of.
+AttentionResult compute_flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                        const std::optional<Tensor>&, double dropout, bool causal, bool,
+                                        std::optional<double> scale) {
+  double used_scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(-1))));
+  auto result = at::_ops::_scaled_dot_product_flash_attention::call(
+      pad_head(query), pad_head(key), pad_head(value), dropout, causal, false, used_scale);
+  Tensor& output = std::get<0>(result);
+  if (output.sym_size(-1) != query.sym_size(-1)) output = output.slice(-1, 0, query.size(-1));
+  return result;
 }
 
 // torch expects the seed and its offset in host memory.
@@ -92,41 +112,6 @@ void send_efficient_attention(const c10::OperatorHandle& op, c10::DispatchKeySet
   for (size_t from_end : {4, 3}) {
     c10::IValue& number = stack->at(stack->size() - from_end);
     number = number.toTensor().cpu();
-  }
-}
-
-using AttentionGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-AttentionGradients attention_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
-                                      const Tensor& value, const Tensor& bias, std::array<bool, 4>,
-                                      const Tensor& output, const Tensor& logsumexp,
-                                      const Tensor& query_cumulative_lengths,
-                                      const Tensor& key_cumulative_lengths, c10::SymInt query_length_max,
-                                      c10::SymInt key_length_max, double dropout, bool causal,
-                                      const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
-  if (!is_on_cuda_executor(query)) {
-    auto mask = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;
-    auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, logsumexp, dropout, causal, mask, scale);
-    return {q, k, v, Tensor()};
-  }
-  switch (choose_executor_sdp_backend(query, key, value, dropout, causal, scale)) {
-    case at::SDPBackend::flash_attention: {
-      auto [q, k, v] = at::_ops::_scaled_dot_product_flash_attention_backward::call(
-          gradient, query, key, value, output, logsumexp, query_cumulative_lengths, key_cumulative_lengths,
-          query_length_max, key_length_max, dropout, causal, seed, offset, scale);
-      return {q, k, v, Tensor()};
-    }
-    case at::SDPBackend::cudnn_attention: {
-      auto [q, k, v] = at::_ops::_scaled_dot_product_cudnn_attention_backward::call(
-          gradient, query, key, value, output, logsumexp, seed, offset, bias, query_cumulative_lengths,
-          key_cumulative_lengths, query_length_max, key_length_max, dropout, causal, scale);
-      return {q, k, v, Tensor()};
-    }
-    default:
-      return at::_scaled_dot_product_efficient_attention_backward(gradient, query, key, value, bias, output,
-                                                                  logsumexp, seed, offset, dropout,
-                                                                  {true, true, true, false}, causal, scale);
   }
 }
 
@@ -166,8 +151,7 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &::genie::choose_sdp_backe
 }  // namespace at::native
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::compute_attention);
-  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", genie::attention_backward);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::compute_flash_attention);
   m.impl("_efficient_attention_forward",
          torch::CppFunction::makeFromBoxedFunction<&genie::send_efficient_attention>());
   m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
@@ -175,6 +159,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_scaled_dot_product_fused_attention_overrideable", genie::compute_flash_attention);
   m.impl("_thnn_fused_lstm_cell", genie::lstm_cell);
   m.impl("_thnn_fused_gru_cell", genie::gru_cell);
 }

@@ -126,7 +126,7 @@ void add_remote_tensor_to_call(OpCall& call, const Tensor& tensor, bool is_writt
   int64_t offset = impl->storage_offset();
   auto sizes = impl->sizes(), strides = impl->strides();
   size_t dimensions = sizes.size();
-  check_dimension_count(static_cast<int64_t>(dimensions));
+  check_tensor_can_be_sent(*impl);
   int64_t flags = (offset ? VIEW_HAS_OFFSET : 0) | (impl->is_conj() ? VIEW_CONJUGATE : 0) |
                   (impl->is_neg() ? VIEW_NEGATIVE : 0);
   call.template_key.push_back(

@@ -66,8 +66,8 @@ void synchronize_both(Connection& source, Connection& destination) {
 // FetchParcel waits for a PublishParcel that was written earlier, and all records before that one in its
 // stream were written earlier still, so a chain of waits cannot form a cycle.
 void copy_by_parcel(const Tensor& target, const Tensor& source) {
-  check_dimension_count(source.dim());
-  check_dimension_count(target.dim());
+  check_tensor_can_be_sent(*source.unsafeGetTensorImpl());
+  check_tensor_can_be_sent(*target.unsafeGetTensorImpl());
   ConnectionPtr from = storage_handle_of(source).connection, to = storage_handle_of(target).connection;
   from->check_not_recording(EXECUTOR_COPY_DESCRIPTION);
   to->check_not_recording(EXECUTOR_COPY_DESCRIPTION);

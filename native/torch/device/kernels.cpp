@@ -2,12 +2,14 @@
 // Not here: copies between executors (executor_copy.cpp), and all other ops (dispatch.cpp).
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/ResizeCommon.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -73,8 +75,9 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
     TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
   output.sizes.assign(sizes.begin(), sizes.end());
   output.strides.assign(strides.begin(), strides.end());
-  output.storage_bytes =
-      static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(output.dtype)));
+  uint64_t bytes = at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(output.dtype));
+  check_storage_bytes(bytes);
+  output.storage_bytes = static_cast<int64_t>(bytes);
   ConnectionPtr connection = connection_of_device(device);
   uint32_t storage;
   {
@@ -92,6 +95,13 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   return made;
 }
 
+void check_rank_of_format(size_t rank, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(format != at::MemoryFormat::ChannelsLast || rank == 4,
+              "required rank 4 tensor to use channels_last format");
+  TORCH_CHECK(format != at::MemoryFormat::ChannelsLast3d || rank == 5,
+              "required rank 5 tensor to use channels_last_3d format");
+}
+
 std::vector<int64_t> compute_strides(c10::IntArrayRef sizes, at::MemoryFormat format) {
   if (format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(sizes);
   if (format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(sizes);
@@ -104,6 +114,7 @@ Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::o
              std::optional<at::MemoryFormat> format) {
   for (int64_t size : sizes)
     TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  check_rank_of_format(sizes.size(), format);
   return empty_strided(sizes, compute_strides(sizes, format.value_or(at::MemoryFormat::Contiguous)), dtype,
                        layout, device, pin_memory);
 }
@@ -151,7 +162,7 @@ Tensor resolve_and_make_contiguous(const Tensor& tensor) {
 
 // `source` is on the CPU, contiguous, of the target's dtype and shape.
 void upload_tensor(const Tensor& target, const Tensor& source) {
-  check_dimension_count(target.dim());
+  check_tensor_can_be_sent(*target.unsafeGetTensorImpl());
   ConnectionPtr kept = storage_handle_of(target).connection;
   Connection& connection = *kept;
   uint64_t bytes = source.nbytes();
@@ -176,7 +187,7 @@ void upload_tensor(const Tensor& target, const Tensor& source) {
 // `target` is on the CPU, contiguous, of the source's dtype and shape, and neither is a lazy conjugate or
 // negation.
 void download_tensor(const Tensor& source, const Tensor& target) {
-  check_dimension_count(source.dim());
+  check_tensor_can_be_sent(*source.unsafeGetTensorImpl());
   ConnectionPtr connection = storage_handle_of(source).connection;
   connection->check_not_recording("a copy to this machine");
   PendingReply reply;
@@ -193,40 +204,84 @@ void download_tensor(const Tensor& source, const Tensor& target) {
   connection->wait_for_reply(number, reply);
 }
 
+// Conversions that have the same result on every processor. A floating point number that is out of the range
+// of the integers is converted as on the CPU, where torch converts it.
+bool is_converted_alike_everywhere(at::ScalarType from, at::ScalarType to) {
+  return c10::isIntegralType(from, /*includeBool=*/true) || !c10::isIntegralType(to, /*includeBool=*/false);
+}
+
+// Tensors are converted on the side that sends fewer bytes.
+bool converts_after_transfer(at::ScalarType from, at::ScalarType to) {
+  return is_supported_dtype(from) && c10::elementSize(from) < c10::elementSize(to) &&
+         is_converted_alike_everywhere(from, to);
+}
+
+bool converts_before_transfer(at::ScalarType from, at::ScalarType to) {
+  return is_supported_dtype(to) && c10::elementSize(to) < c10::elementSize(from) &&
+         is_converted_alike_everywhere(from, to);
+}
+
 void copy_to_remote(const Tensor& target, const Tensor& source) {
-  bool expands = source.numel() < target.numel();
-  if (!expands) {
-    Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
-    if (!target.is_conj() && !target.is_neg()) {
-      upload_tensor(target, resolve_and_make_contiguous(same.to(target.scalar_type())));
-      return;
-    }
+  check_tensor_can_be_sent(*target.unsafeGetTensorImpl());
+  Tensor sent = source;
+  if (!converts_after_transfer(source.scalar_type(), target.scalar_type()))
+    sent = source.to(target.scalar_type());
+  bool is_same_kind = sent.scalar_type() == target.scalar_type() && !target.is_conj() && !target.is_neg();
+  if (is_same_kind && sent.numel() == target.numel()) {
+    upload_tensor(target, resolve_and_make_contiguous(sent.expand(target.sizes())));
+    return;
   }
-  // Only the unexpanded elements are sent; the executor expands them.
+  // The executor expands and converts what was sent.
   Tensor staged = at::empty(
-      source.sizes(), source.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
-  upload_tensor(staged, resolve_and_make_contiguous(source));
+      sent.sizes(), sent.options().device(target.device()).memory_format(at::MemoryFormat::Contiguous));
+  upload_tensor(staged, resolve_and_make_contiguous(sent));
   target.copy_(staged);
 }
 
 void copy_to_local(const Tensor& target, const Tensor& source) {
-  Tensor same = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
-  if (same.scalar_type() != target.scalar_type()) same = same.to(target.scalar_type());
-  if (same.is_conj()) same = same.resolve_conj();
-  if (same.is_neg()) same = same.resolve_neg();
-  bool direct = target.device().is_cpu() && target.is_contiguous() && !target.is_conj() && !target.is_neg();
-  if (direct) {
-    download_tensor(same, target);
+  check_tensor_can_be_sent(*source.unsafeGetTensorImpl());
+  Tensor sent = source;
+  if (converts_before_transfer(source.scalar_type(), target.scalar_type()))
+    sent = source.to(target.scalar_type());
+  sent = sent.resolve_conj().resolve_neg();
+  bool is_direct = target.device().is_cpu() && sent.scalar_type() == target.scalar_type() &&
+                   sent.numel() == target.numel() && target.is_contiguous() && !target.is_conj() &&
+                   !target.is_neg();
+  if (is_direct) {
+    download_tensor(sent.expand(target.sizes()), target);
     return;
   }
   Tensor staged =
-      at::empty(same.sizes(), same.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
-  download_tensor(same, staged);
+      at::empty(sent.sizes(), sent.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
+  download_tensor(sent, staged);
   target.copy_(staged);
 }
 
+// The checks of torch's copy_: shapes, and memory that overlaps. They read no memory.
+void check_copy(const Tensor& self, const Tensor& source) {
+  TORCH_CHECK(
+      !self._is_zerotensor(),
+      "ZeroTensors are immutable. Please materialize the tensor using `.clone()`, if you want a mutable "
+      "zero tensor.");
+  TORCH_CHECK(source.layout() == at::kStrided && self.layout() == at::kStrided,
+              "copy_() between dense and sparse Tensors is not implemented! Found self type = ",
+              self.toString(), " and src type = ", source.toString());
+  bool is_plain = self.sizes() == source.sizes() && self.is_non_overlapping_and_dense() &&
+                  !self.storage().is_alias_of(source.storage());
+  if (is_plain) return;
+  at::TensorIteratorConfig()
+      .add_output(self)
+      .add_const_input(source)
+      .resize_outputs(false)
+      .check_all_same_dtype(false)
+      .check_all_same_device(false)
+      .build();
+}
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  if (self.is_same(source) || self.numel() == 0) return self;
+  if (self.is_same(source)) return self;
+  check_copy(self, source);
+  if (self.numel() == 0) return self;
   bool from = is_remote(source), to = is_remote(self);
   if (from && to && source.device() == self.device()) {
     static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
@@ -262,34 +317,36 @@ at::Scalar local_scalar(const Tensor& tensor) {
 // --- storages ------------------------------------------------------------------------------------
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(format != at::MemoryFormat::Preserve, "Unsupported memory format", at::MemoryFormat::Preserve);
+  for (int64_t size : sizes)
+    TORCH_CHECK(size >= 0, "Trying to resize a tensor to a negative dimension ", size, ": ", sizes);
   auto* impl = self.unsafeGetTensorImpl();
   auto bytes = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
   auto bytes_before = static_cast<int64_t>(self.storage().nbytes());
   if (bytes > self.storage().nbytes()) resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
   if (self.sizes() != sizes) impl->generic_set_sizes_contiguous(sizes);
-  if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  if (format) impl->empty_tensor_restride(*format);
   if (fills_uninitialized_memory()) at::native::fill_resize_deterministic_(self, bytes_before);
   return self;
 }
 
 Tensor& set_storage(Tensor& self, c10::Storage storage, int64_t offset, c10::IntArrayRef sizes,
                     c10::IntArrayRef strides) {
-  auto* impl = self.unsafeGetTensorImpl();
+  at::native::checkSetStorage(self, std::move(storage), offset, sizes, strides);
   std::vector<int64_t> contiguous;
-  if (strides.size() != sizes.size()) {
+  if (!strides.data()) {
     contiguous = compute_strides(sizes, at::MemoryFormat::Contiguous);
     strides = contiguous;
   }
   auto bytes = at::detail::computeStorageNbytes(sizes, strides, self.itemsize(), offset);
-  if (bytes > storage.nbytes()) resize_storage(*storage.unsafeGetStorageImpl(), bytes);
-  impl->set_storage_keep_dtype(std::move(storage));
-  impl->set_sizes_and_strides(sizes, strides, offset);
+  if (bytes > self.storage().nbytes()) resize_storage(*self.storage().unsafeGetStorageImpl(), bytes);
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return self;
 }
 
 Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
   auto count = static_cast<int64_t>(storage.nbytes() / self.itemsize());
-  return set_storage(self, std::move(storage), 0, {count}, {1});
+  return set_storage(self, std::move(storage), 0, {count}, {});
 }
 
 Tensor& set_empty(Tensor& self) {
@@ -298,6 +355,8 @@ Tensor& set_empty(Tensor& self) {
 }
 
 Tensor& set_from_tensor(Tensor& self, const Tensor& source) {
+  TORCH_CHECK(self.dtype() == source.dtype(), "Could not set tensor of type ", source.dtype(),
+              " to a tensor of type ", self.dtype());
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 

@@ -28,6 +28,18 @@ void set_undeclared_write_traits(const c10::FunctionSchema& schema, OpTraits& tr
   }
 }
 
+// The meta functions of structured ops are part of their kernels; torch registers those in its RegisterMeta
+// files. clone is implemented once for all devices. Excepted are kernels that change the memory format of
+// their outputs, and ops whose meta function torch replaces by a composition of other ops.
+bool shares_meta_function_with_kernels(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::clone") return true;
+  bool is_composed = op.schema().overload_name().find("_mode") != std::string::npos;
+  if (is_composed || (get_op_policy(name) & KERNEL_SETS_FORMAT)) return false;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
+         op.dumpState().find("RegisterMeta") != std::string::npos;
+}
+
 }  // namespace
 
 OpTraits compute_op_traits(const c10::OperatorHandle& op) {
@@ -57,6 +69,7 @@ OpTraits compute_op_traits(const c10::OperatorHandle& op) {
       (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output));
   traits.returns_device_property = name == "aten::cudnn_is_acceptable";
   traits.has_reliable_meta_kernel = !(policy & EXECUTOR_INFERS);
+  traits.shares_meta_function_with_kernels = shares_meta_function_with_kernels(op);
   return traits;
 }
 

@@ -21,6 +21,7 @@ struct OpTraits {
   bool returns_device_property = false;  // a flag that does not depend on values
   std::vector<bool> has_numbers;         // per argument: a Scalar, or a list of them
   std::vector<bool> is_mutable_argument;
+  bool shares_meta_function_with_kernels = false;  // so that the strides of its outputs are those of kernels
   // Batch norm statistics, which older ops write to although their schemas do not declare it: if the argument
   // at `training_argument_index` is true, or always if there is none.
   std::vector<bool> is_batch_norm_statistic;

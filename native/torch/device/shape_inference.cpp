@@ -1,6 +1,7 @@
 // See shape_inference.h.
 #include "shape_inference.h"
 
+#include <algorithm>
 #include <unordered_map>
 
 #include <ATen/EmptyTensor.h>
@@ -195,6 +196,32 @@ OpExecutionMode choose_execution_mode(const OpTraits& traits, const std::vector<
   return views ? OpExecutionMode::AwaitReply : OpExecutionMode::Streamed;
 }
 
+bool has_elements_in_default_order(const Tensor& tensor) {
+  if (tensor.numel() == 0) return false;
+  int64_t expected = 1;
+  auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (strides[i] != expected) return false;
+    expected *= sizes[i];
+  }
+  return true;
+}
+
+bool creates_tensor(const OutputSpec& output) {
+  if (output.kind == OutputKind::New && !output.is_view) return true;
+  return std::any_of(output.items.begin(), output.items.end(), creates_tensor);
+}
+
+// Whether the outputs may have other strides than those of the meta function: a kernel chooses their memory
+// format by its inputs, the accelerator and its libraries.
+bool may_differ_in_strides(const OpTraits& traits, const std::vector<OutputSpec>& outputs,
+                           const std::vector<const Tensor*>& inputs) {
+  if (traits.shares_meta_function_with_kernels) return false;
+  return std::any_of(outputs.begin(), outputs.end(), creates_tensor) &&
+         !std::all_of(inputs.begin(), inputs.end(),
+                      [](const Tensor* input) { return has_elements_in_default_order(*input); });
+}
+
 bool has_mask_index(const IValue& indices) {
   for (const IValue& index : indices.toListRef()) {
     if (!index.isTensor() || !index.toTensor().defined()) continue;
@@ -234,6 +261,11 @@ InferredOutputs infer_outputs(const c10::OperatorHandle& op, const OpTraits& tra
           output_spec_from_meta_value(meta[meta.size() - traits.return_count + i], origins));
     }
     inference.mode = choose_execution_mode(traits, inference.outputs);
+    if (inference.mode == OpExecutionMode::Streamed &&
+        may_differ_in_strides(traits, inference.outputs, inputs)) {
+      inference.outputs.clear();
+      inference.mode = OpExecutionMode::LearnFromReply;
+    }
   } catch (const InferenceFailed&) {
     inference.outputs.clear();
   }

@@ -93,7 +93,14 @@ at::Tensor make_remote_view(const at::Tensor& source, const OutputSpec& output) 
   return tensor;
 }
 
+void check_storage_bytes(uint64_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, bytes <= STORAGE_BYTES_MAX, "tried to allocate ", bytes,
+                   " bytes on remote_accelerator; a storage has at most ", STORAGE_BYTES_MAX,
+                   " bytes; use a smaller size");
+}
+
 c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes) {
+  check_storage_bytes(bytes);
   uint32_t storage;
   {
     Connection::LockedRecordWriter writer(connection);
@@ -107,6 +114,7 @@ c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes) {
 }
 
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes) {
+  check_storage_bytes(bytes);
   StorageHandle handle = storage_handle_of(storage);
   if (storage.nbytes() == 0 && handle.connection->is_created_by_recording(handle.storage_number)) {
     // It is empty, so a new storage replaces it; an allocation can be recorded, a resize cannot.
@@ -128,6 +136,53 @@ void check_dimension_count(int64_t count) {
   raise_python_error("device.op_refused", "a tensor on remote_accelerator has at most " +
                                               std::to_string(DIMENSIONS_MAX) + " dimensions, not " +
                                               std::to_string(count));
+}
+
+namespace {
+
+[[noreturn]] void refuse_tensor(const std::string& reason) {
+  raise_python_error("device.op_refused", "a tensor cannot be sent to remote_accelerator: " + reason);
+}
+
+// Offset of the end of the last element, in bytes; more than STORAGE_BYTES_MAX if it overflows.
+uint64_t storage_end_bytes(const c10::TensorImpl& tensor) {
+  int64_t end = tensor.storage_offset(), distance = 0;
+  bool overflows = __builtin_add_overflow(end, int64_t{1}, &end);
+  auto sizes = tensor.sizes(), strides = tensor.strides();
+  for (size_t i = 0; i < sizes.size(); i++) {
+    overflows |= __builtin_mul_overflow(sizes[i] - 1, strides[i], &distance) ||
+                 __builtin_add_overflow(end, distance, &end);
+  }
+  overflows |= __builtin_mul_overflow(end, static_cast<int64_t>(tensor.itemsize()), &end);
+  return overflows ? STORAGE_BYTES_MAX + 1 : static_cast<uint64_t>(end);
+}
+
+}  // namespace
+
+void check_tensor_can_be_sent(const c10::TensorImpl& tensor) {
+  if (!is_supported_dtype(tensor.dtype().toScalarType()))
+    refuse_tensor(std::string("dtype ") + c10::toString(tensor.dtype().toScalarType()) + " is not supported");
+  auto sizes = tensor.sizes(), strides = tensor.strides();
+  check_dimension_count(static_cast<int64_t>(sizes.size()));
+  bool is_negative = tensor.storage_offset() < 0;
+  for (size_t i = 0; i < sizes.size(); i++) is_negative |= sizes[i] < 0 || strides[i] < 0;
+  if (is_negative) refuse_tensor("its offset, a size or a stride is negative");
+  int64_t count = tensor.numel();
+  if (count == 0) {
+    if (tensor.storage_offset() > VIEW_OFFSET_MAX) refuse_tensor("its offset is too large");
+    return;
+  }
+  uint64_t end = storage_end_bytes(tensor), bytes = tensor.unsafe_storage().nbytes();
+  if (end > bytes) {
+    refuse_tensor(
+        "it exceeds its storage, which was resized to " + std::to_string(bytes) + " bytes, and needs " +
+        (end > STORAGE_BYTES_MAX ? "more than " + std::to_string(STORAGE_BYTES_MAX) : std::to_string(end)) +
+        " bytes: resize the storage before using the tensor");
+  }
+  // An expanded tensor may be larger than its storage.
+  TORCH_CHECK_WITH(OutOfMemoryError, static_cast<uint64_t>(count) <= VIEW_BYTES_MAX / tensor.itemsize(),
+                   "a tensor of ", count, " elements is too large for remote_accelerator; at most ",
+                   VIEW_BYTES_MAX, " bytes are allowed");
 }
 
 void write_storage_view(WireWriter& writer, const at::Tensor& tensor) {

@@ -9,6 +9,11 @@
 
 namespace genie {
 
+// The executor treats more as a violation of the protocol.
+constexpr uint64_t STORAGE_BYTES_MAX = INT64_MAX;
+constexpr uint64_t VIEW_BYTES_MAX = uint64_t{1} << 62;
+constexpr int64_t VIEW_OFFSET_MAX = int64_t{1} << 56;  // in elements
+
 // Owned by a torch storage; frees the executor's storage with it.
 struct StorageHandle {
   ConnectionPtr connection;
@@ -39,6 +44,12 @@ c10::DataPtr allocate_remote_storage(Connection& connection, uint64_t bytes);
 void resize_storage(c10::StorageImpl& storage, uint64_t bytes);
 
 void write_storage_view(WireWriter& writer, const at::Tensor& tensor);
+
+// Raises torch.OutOfMemoryError for a storage that no executor can allocate.
+void check_storage_bytes(uint64_t bytes);
+
+// Raises unless the executor accepts the tensor: its dtype is supported, and it is within its storage.
+void check_tensor_can_be_sent(const c10::TensorImpl& tensor);
 
 // Raises for more than DIMENSIONS_MAX dimensions.
 void check_dimension_count(int64_t count);
