@@ -435,3 +435,59 @@ def test_unreceived_reply_is_not_changed_by_a_replay() -> None:
         assert again.payload == bytes(1 << 21)
         first = client.get(Tensor(1, (1,)))
         assert first == struct.pack("<f", 1)
+
+
+# --- compiled graphs ----------------------------------------------------------------------------
+
+
+@dataclass
+class CountingCompiler:
+    compiled: int = 0
+
+    def compile(
+        self, steps: list[object], wanted: list[int], sizes: dict[int, int], keep_alive: Callable[[], None]
+    ) -> CompiledAddOne:
+        import torch
+
+        self.compiled += 1
+        storage = next(iter(sizes))
+        return CompiledAddOne([(storage, torch.float32, (1,), (1,), 0)], [])
+
+
+def _pool_gradient(client: Client) -> tuple[str, list[object], NewOutput]:
+    grad, image = client.floats(1), client.upload((1, 1, 2, 2), bytes(16))
+    indices = client.upload((1, 1, 1), i64(7), "int64")
+    arguments = [Tensor(grad.storage, (1, 1, 1)), Tensor(image.storage, (1, 2, 2)), indices]
+    return "aten::adaptive_max_pool2d_backward", arguments, NewOutput((1, 2, 2))
+
+
+def _softmax_gradient(client: Client, size: int) -> tuple[str, list[object], NewOutput]:
+    grad, output = client.floats(1, 2), client.floats(1, 2, 3)
+    arguments = [grad, Tensor(output.storage, (size,)), 0, 6]
+    return "aten::_log_softmax_backward_data", arguments, NewOutput((2,))
+
+
+@pytest.mark.parametrize(
+    ("step", "compiled", "reason"),
+    [
+        (_pool_gradient, 0, "its indices are checked at each call"),
+        (lambda client: _softmax_gradient(client, 3), 0, "its shape must be [2]"),
+        (lambda client: _softmax_gradient(client, 2), 1, ""),
+    ],
+    ids=["indices", "wrong shape", "right shape"],
+)
+def test_op_whose_arguments_cannot_be_checked_in_advance_is_not_compiled(
+    step: Callable[[Client], tuple[str, list[object], NewOutput]], compiled: int, reason: str
+) -> None:
+    compiler = CountingCompiler()
+    with served_session(compiler=compiler) as (session, client):
+        name, arguments, output = step(client)
+        number, made = client.template(name, arguments, [output])
+        data = b"".join(encode_argument(argument)[1] for argument in arguments)
+        result = client.new_storage()
+        client.send(made, graph_records(client, 1, record(RecordKind.OP, number, data + u32(result)), mode=2))
+        client.send(record(RecordKind.GRAPH_REPLAY, 0, u32(1)))
+        error = client.sync()
+        assert compiler.compiled == compiled
+        assert reason in HostileSession(session, client).report(1)[2]
+        assert (error is None) == bool(compiled)

@@ -147,7 +147,13 @@ void check_embedding_bag(OpArguments& args) {
   args.make_dense({"indices", "offsets", "per_sample_weights"});
   args.bound_indices("indices", 0, weight.size(0));
   args.bound_indices("offsets", 0, args.tensor("indices").numel() + 1);
-  args.require_ascending_on_cpu("offsets");
+  int64_t indices = args.tensor("indices").numel();
+  bool has_end = args.boolean("include_last_offset");
+  args.require(args.tensor("offsets").numel() > has_end || (indices == 0 && !has_end), "offsets has no bags");
+  if (!weight.is_cpu()) return;  // CUDA kernels assert the order
+  auto offsets = args.host_integers("offsets");
+  args.require(std::is_sorted(offsets.begin(), offsets.end()), "offsets must be ascending");
+  args.require(!has_end || offsets.back() == indices, "the last offset must be the number of indices");
 }
 
 // For kernels that compute the bag of each index from the offsets if `offset2bag` is empty.
@@ -339,7 +345,7 @@ void check_fft(OpArguments& args) {
   bool to_real = args.has_argument("last_dim_size");
   if (to_real) {
     int64_t size = args.integer("last_dim_size");
-    args.require(!dims.empty() && size > 0 && input.size(dims.back()) >= size / 2 + 1,
+    args.require(!dims.empty() && size > 0 && input.size(dims.back()) == size / 2 + 1,
                  "last_dim_size is out of range");
   }
   const Tensor* out = args.find_tensor("out");

@@ -107,10 +107,4 @@ void OpArguments::check_bounds_on_cpu(const char* name, const at::Tensor& indice
                     end - 1);
 }
 
-void OpArguments::require_ascending_on_cpu(const char* name) const {
-  if (!tensor(name).is_cpu()) return;
-  auto numbers = host_integers(name);
-  require(std::is_sorted(numbers.begin(), numbers.end()), std::string(name) + " must be ascending");
-}
-
 }  // namespace genie

@@ -55,8 +55,6 @@ class OpArguments {
   // otherwise the argument is replaced by one with clamped values, without waiting.
   void bound_indices(const char* name, int64_t first, int64_t end,
                      CompiledCode compiled = CompiledCode::TrustsIndices);
-  // CUDA kernels assert it.
-  void require_ascending_on_cpu(const char* name) const;
 
  private:
   size_t position(const char* name) const;
