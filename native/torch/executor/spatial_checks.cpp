@@ -182,8 +182,12 @@ void check_attention(OpArguments& args) {
     check_attention_mask(args, mask, {query.size(0), query.size(1), query.size(2), key.size(2)});
   for (const char* name : {"cum_seq_q", "cum_seq_k"})
     args.require(!args.find_tensor(name), std::string(name) + " is not supported");
-  if (args.has_argument("logsumexp"))
-    check_attention_gradient(args, args.has_argument("grad_out_") ? "grad_out_" : "grad_out");
+  if (!args.has_argument("logsumexp")) return;
+  check_attention_gradient(args, args.has_argument("grad_out_") ? "grad_out_" : "grad_out");
+  const Tensor& logarithms = args.tensor("logsumexp");
+  args.require(logarithms.dim() >= 3 && logarithms.size(0) == query.size(0) &&
+                   logarithms.size(1) == query.size(1) && logarithms.size(2) >= query.size(2),
+               "logsumexp does not have a number for each row of each head");
 }
 
 // These kernels check less than those for CUDA.
