@@ -38,7 +38,6 @@ const std::unordered_map<std::string, uint8_t>& op_policies() {
       {"aten::_flash_attention_forward", EXECUTOR_INFERS},
       {"aten::_flash_attention_forward_no_dropout_inplace", EXECUTOR_INFERS},
       {"aten::_fused_moving_avg_obs_fq_helper", EXECUTOR_INFERS},
-      {"aten::_fused_moving_avg_obs_fq_helper_functional", EXECUTOR_INFERS},
       {"aten::_fused_sdp_choice", SHAPE_FROM_NUMBERS | EXECUTOR_INFERS},
       {"aten::_histogramdd_bin_edges", SHAPE_FROM_NUMBERS},
       {"aten::_histogramdd_from_bin_cts", SHAPE_FROM_NUMBERS},
