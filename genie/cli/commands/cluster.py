@@ -228,6 +228,7 @@ def down(
     are queued again if that takes longer than 0.7 x controller.node_ttl_s.
     """
     from genie.supervisor import etcd_majority, local_cluster, machine_role
+    from genie.supervisor.etcd_member import ETCD
 
     settings = invocation.load_settings()
     state_dir = settings.paths.state_dir
@@ -238,7 +239,7 @@ def down(
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
     progress: Callable[[str], None] = output.print_message
-    is_member = local_cluster.ETCD in found.pids  # not after its removal
+    is_member = ETCD in found.pids  # not after its removal
     remaining = asyncio.run(etcd_majority.describe_remaining_servers(state_dir)) if is_member else ""
     if remaining:
         output.print_message(remaining)
