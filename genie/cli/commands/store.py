@@ -136,6 +136,12 @@ def restore(
             }
         )
         return
+    _print_restored(settings, restored, kept, replaced_member=replaced_member)
+
+
+def _print_restored(
+    settings: Settings, restored: RestoreResult, kept: list[Path], *, replaced_member: LocalMember | None
+) -> None:
     output.write_line(
         f"restored {restored.row_count} rows of cluster {restored.cluster.cluster_id}, generation "
         f"{restored.cluster.generation}"
