@@ -214,7 +214,11 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert f"{lost.name} was removed from the cluster with 'genie etcd remove'" in returned.stderr
     assert f"remove {lost.state_dir / 'controller'}, " in returned.stderr
     assert '"level"' not in returned.stderr
-    other.run("forget", lost.name)
+    wait_until(
+        lambda: other.run("forget", lost.name, check=False).returncode == 0,
+        timeout_s=60,
+        what="the node is lost, so that it can be removed",
+    )
     token_file = other.create_server_token(tmp_path / "again.token")
     refused = lost.join(other.where, token_file, check=False)
     assert f"remove {lost.state_dir / 'controller'}, " in refused.stdout + refused.stderr
