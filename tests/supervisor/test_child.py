@@ -113,7 +113,7 @@ async def test_child_is_not_restarted_after_stop_however_it_ended(tmp_path: Path
         "agent", command=["sh", "-c", "trap '' TERM; echo ready; exec sleep 1000"], state_dir=tmp_path
     )
     child.start([])
-    await until(lambda: child.last_log_lines())
+    await until(child.last_log_lines)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(child.restart_after_crashes(pytest.fail))
         await child.stop(grace_s=0.5)
