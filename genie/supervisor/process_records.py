@@ -29,6 +29,11 @@ _EXIT_POLL_S = 0.02
 _SIGKILL_WAIT_TIMEOUT_S = 5.0
 
 
+def name_in_text(name: str) -> str:
+    """How messages name the process of a record: etcd is a proper noun."""
+    return name if name == "etcd" else f"the {name}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
     """One process of this state directory."""

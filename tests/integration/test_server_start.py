@@ -136,6 +136,7 @@ def test_member_that_is_left_is_healthy_and_names_the_missing_majority(
     assert healthy == {first.name_of_member: True, second.name: False}
     refused = first.run("etcd", "remove", second.name, check=False)
     assert f"cannot remove etcd member {second.name}: 1 of 2 members respond, 2 needed" in refused.stderr
+    assert f"run 'genie etcd remove {second.name} --running' here" in refused.stderr
     second.run("up", "--detach")
     assert [member["healthy"] for member in first.list_members()] == [True, True]
 

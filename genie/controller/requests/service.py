@@ -333,7 +333,7 @@ class RequestService:
                 )
             if identity.kind in (TokenKind.JOIN, TokenKind.SERVER_JOIN):
                 raise TokenRefusedError(
-                    f"a {identity.kind} token only admits a machine", hint="use 'genie join'"
+                    f"{identity.kind.with_article} token only admits a machine", hint="use 'genie join'"
                 )
         except AccessError as error:
             _log.info("rejected the login of %s: %s", connection.peer.name, error)
