@@ -80,11 +80,18 @@ def _check_not_removed(member: LocalMember, child: Child, *, state_dir: Path) ->
     """Raises ConfigError if the other members have rejected this one: etcd logs that, then its shutdown in
     dozens of lines, and exits with 0."""
     lines = child.last_log_lines(count=_LOG_BYTES_READ, bytes_max=_LOG_BYTES_READ)
-    if any(_REMOVED_TEXT in line for line in lines):
-        raise ConfigError(
-            f"{member.name} was removed from the cluster with 'genie etcd remove'",
-            hint=f"to add this machine again, {_format_join_again(state_dir)}",
-        )
+    if (removal := make_removed_error(member, lines, state_dir=state_dir)) is not None:
+        raise removal
+
+
+def make_removed_error(member: LocalMember, log_lines: list[str], *, state_dir: Path) -> ConfigError | None:
+    """The error if these lines of etcd's log say that this member was removed from its cluster; else None."""
+    if not any(_REMOVED_TEXT in line for line in log_lines):
+        return None
+    return ConfigError(
+        f"this server, {member.name}, was removed from the cluster with 'genie etcd remove'",
+        hint=f"to add this machine again, {_format_join_again(state_dir)}",
+    )
 
 
 async def _check_no_other_cluster(member: LocalMember, *, state_dir: Path) -> None:

@@ -400,7 +400,7 @@ async def _without_store_details(reply: Awaitable[Message]) -> Message:
 def _store_unavailable_error(*, cause: str = "") -> StoreUnavailableError:
     return StoreUnavailableError(
         "the cluster cannot make changes: its store is unavailable",
-        hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s"
+        hint="running jobs continue; try again when the store responds, which 'genie status' shows"
         + (f"; the cause: {cause}" if cause else ""),
         retry_after_s=STORE_RETRY_AFTER_S,
     )
