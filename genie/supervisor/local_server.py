@@ -13,7 +13,7 @@ from genie.controller.etcd.local_member import LocalMember, has_member_record
 from genie.errors import GenieError
 from genie.processes import files
 from genie.supervisor import process_records
-from genie.supervisor.etcd_majority import make_removed_error
+from genie.supervisor.etcd_majority import format_join_again, is_removal_in_log
 from genie.supervisor.process_records import AGENT, CONTROLLER, ETCD, SUPERVISOR, read_process_record
 
 _CHILDREN = (CONTROLLER, AGENT, ETCD)
@@ -66,8 +66,12 @@ def find_removal(state_dir: Path) -> LocalServerProblem | None:
     lines = process_records.read_last_lines(
         process_records.log_path(state_dir, ETCD), count=_REMOVAL_LOG_LINES, bytes_max=_REMOVAL_LOG_BYTES
     )
-    found = make_removed_error(member, lines, state_dir=state_dir)
-    return None if found is None else LocalServerProblem(found.message, found.hint)
+    if not is_removal_in_log(lines):
+        return None
+    return LocalServerProblem(
+        f"this server, {member.name}, was removed from the cluster with 'genie etcd remove'",
+        f"to add this machine again, {format_join_again(state_dir)}",
+    )
 
 
 def _is_supervised_by_program(state_dir: Path) -> bool:

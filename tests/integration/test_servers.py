@@ -201,7 +201,7 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     wait_until(lambda: not alarms(other), timeout_s=60, what="the alarm ends with the member")
     returned = lost.run("up", "--detach", check=False)
     assert returned.returncode != 0
-    assert f"{lost.name}, was removed from the cluster with 'genie etcd remove'" in returned.stderr
+    assert f"{lost.name} was removed from the cluster with 'genie etcd remove'" in returned.stderr
     assert f"remove {lost.state_dir / 'controller'}, " in returned.stderr
     assert '"level"' not in returned.stderr
     shutil.rmtree(lost.state_dir)
