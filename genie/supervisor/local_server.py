@@ -50,7 +50,7 @@ def find_local_server_problem(state_dir: Path) -> LocalServerProblem | None:
         processes = ", ".join(f"{name}: process {pid}" for name, pid in children.items())
         return LocalServerProblem(
             f"this machine has processes without a supervisor, which nothing restarts ({processes})",
-            "run 'genie down --keep-jobs', then 'genie up': jobs go on meanwhile",
+            "run 'genie down --keep-jobs', and start it again with the command that it prints",
         )
     return LocalServerProblem("this server is not running", "start it with 'genie up'")
 

@@ -64,7 +64,7 @@ def test_processes_without_a_supervisor_are_named(tmp_path: Path) -> None:
     assert (
         f"processes without a supervisor, which nothing restarts (controller: process {os.getpid()}" in found
     )
-    assert "'genie down --keep-jobs', then 'genie up'" in found
+    assert "run 'genie down --keep-jobs', and start it again" in found
     assert find_running_cluster(tmp_path) is not None
     with hold_supervisor_lock(tmp_path):  # as a program does that has called genie.init
         assert found_problem(tmp_path) == ""
