@@ -43,7 +43,7 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     settings = invocation.load_settings()
     reply, where = asyncio.run(_fetch_status_and_address(settings))
     if problem := _find_problem_of_own_server(settings):
-        output.print_message(f"{problem.message}; this is the status of {where}. {problem.hint}")
+        output.print_message(f"{problem.message} ({problem.hint}); this is the status of {where}")
     if as_json:
         no_leader = {"leader": ""} if is_without_leader(reply) else {}
         output.write_json({"address": where} | output.struct_to_json(reply) | no_leader)

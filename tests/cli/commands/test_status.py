@@ -80,7 +80,7 @@ def test_status_of_another_server_says_that_the_own_one_is_not_running(genie, co
     controller.replies[GetStatus] = make_status_reply()
     where = f"127.0.0.1:{controller.port}"
     ran = genie("status")
-    assert f"this server is not running; this is the status of {where}. start it with 'genie up'" in ran.err
+    assert f"this server is not running (start it with 'genie up'); this is the status of {where}" in ran.err
     assert "this server" not in genie("status", "--address", where).err
 
 
