@@ -199,3 +199,8 @@ async def find_connect_problem(endpoint: str) -> str:
         return os.strerror(error.errno).lower() if error.errno else str(error)
     writer.close()
     return ""
+
+
+def is_removal_in_log(lines: list[str]) -> bool:
+    """Whether these lines of etcd's log say that the other members have removed this one."""
+    return any(_REMOVED_TEXT in line for line in lines)

@@ -84,7 +84,7 @@ _AGENT_STOP_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _PORT_IN_USE_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
-CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
+CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, process_records.AGENT, process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]
@@ -738,6 +738,12 @@ def _already_running_error(
     state_dir: Path, found: RunningCluster | None, *, holder: str = ""
 ) -> AgentRunningError:
     elsewhere = f"set GENIE_STATE_DIR to another directory than {state_dir}"
+    record = process_records.read_process_record(state_dir, SUPERVISOR)
+    if found and record is not None and record.missing_servers:
+        return AgentRunningError(
+            f"already running {found}, and {record.missing_servers}",
+            hint="start the other servers with 'genie up' there; 'genie down --keep-jobs' stops this one",
+        )
     if found:
         return AgentRunningError(
             f"already running {found}",

@@ -54,7 +54,7 @@ _STATUS_COLUMNS_DROPPED_IF_NARROW = ("version", "revision")
 def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
     """Show members, leader, health, size and revision of the etcd cluster.
 
-    If no member responds, they are listed by address. Exit code 1 without a majority.
+    If no member responds, only the name of the own one is known. Exit code 1 without a majority.
     """
     settings = invocation.load_settings()
     statuses = asyncio.run(_fetch_member_statuses(settings))
@@ -68,7 +68,17 @@ def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
         )
     if problem := _find_majority_problem(statuses):
         output.print_message(problem)
+        if waits_for := _read_missing_servers(settings):
+            output.print_message(f"this server is {waits_for}")
         raise typer.Exit(1)
+
+
+def _read_missing_servers(settings: Settings) -> str:
+    """Return what the server of this machine waits for: it responds only with a majority."""
+    from genie.supervisor.process_records import SUPERVISOR, read_process_record
+
+    record = read_process_record(settings.paths.state_dir, SUPERVISOR)
+    return "" if record is None else record.missing_servers
 
 
 @command(etcd_app, "remove", example="genie etcd remove gpu-box-2")
@@ -129,8 +139,14 @@ def _open_cluster(settings: Settings) -> AbstractAsyncContextManager[EtcdCluster
 
 
 async def _fetch_member_statuses(settings: Settings) -> tuple[MemberStatus, ...]:
+    own = _read_local_member(settings)
     async with _open_cluster(settings) as cluster:
-        return await cluster.fetch_statuses()
+        return tuple(
+            dataclasses.replace(each, info=dataclasses.replace(each.info, name=own.name))
+            if each.info.name == each.info.endpoint == own.endpoint
+            else each
+            for each in await cluster.fetch_statuses()
+        )
 
 
 def _find_majority_problem(statuses: Sequence[MemberStatus]) -> str:
@@ -313,7 +329,8 @@ def _member_status_row(each: MemberStatus) -> tuple[str, ...]:
     role = "learner" if each.info.is_learner else "leader" if each.is_leader else "follower"
     health = "; ".join(each.alarms) or "healthy"
     if each.problem:
-        return (each.info.label, each.info.endpoint or "-", "-", "-", "-", "-", "-", each.problem)
+        name = "-" if each.info.name == each.info.endpoint else each.info.label  # only its address is known
+        return (name, each.info.endpoint or "-", "-", "-", "-", "-", "-", each.problem)
     return (
         each.info.label,
         each.info.endpoint,
