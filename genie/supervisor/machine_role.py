@@ -112,8 +112,8 @@ def check_etcd_address(settings: Settings) -> None:
         f"--bind {config.bind}: the etcd member of this machine is registered with address {member.bind}",
         hint="start it without --bind; to move the only server: 'genie store backup FILE' while it runs, "
         f"'genie down --keep-jobs', 'genie store restore FILE --bind {config.bind}'; one of several: while "
-        f"it runs, 'genie etcd remove {member.name} --running' on another server; then 'genie down --keep-jobs' "
-        f"here, {format_join_again(settings.paths.state_dir)} with --bind {config.bind}",
+        f"it runs, 'genie etcd remove {member.name} --running' on another server; then 'genie down "
+        f"--keep-jobs' here, {format_join_again(settings.paths.state_dir)} with --bind {config.bind}",
     )
 
 
