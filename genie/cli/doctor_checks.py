@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import genie
 from genie.cli.quantities import format_count, format_duration, format_size
+from genie.cli.reply_age import is_without_leader
 from genie.config import Settings
 from genie.errors import ConfigError, GenieError, NativeBuildError, UnreachableError
 from genie.model.names import address_text
@@ -40,6 +41,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _DISK_FREE_BYTES_WARNING_BELOW = 1024**3
 _DISK_FREE_BYTES_FAILURE_BELOW = 64 * 1024**2
 _TORCH_VERSION_RANGE = ((2, 11), (2, 14))
+_NO_LEADER_FIX = "start the other servers with 'genie up' there; 'genie etcd status' shows which respond"
 _CERTIFICATE_REMAINING_S_WARNING_BELOW = 3600.0
 
 
@@ -288,11 +290,11 @@ def check_state_directory(settings: Settings) -> Iterator[CheckOutcome]:
 
 def _check_server_join(state_dir: Path) -> Iterator[CheckOutcome]:
     from genie.supervisor.incomplete_join import IncompleteJoin
-    from genie.supervisor.local_cluster import find_running_cluster
+    from genie.supervisor.process_records import SUPERVISOR, read_process_record
 
     incomplete = IncompleteJoin.read(state_dir)
-    if incomplete is None or find_running_cluster(state_dir) is not None:
-        return
+    if incomplete is None or read_process_record(state_dir, SUPERVISOR) is not None:
+        return  # with a supervisor, it goes on
     yield CheckOutcome(
         name="server join",
         verdict=CheckVerdict.FAILED,
@@ -360,9 +362,15 @@ def _check_certificate_file_expiry(path: Path) -> CheckOutcome:
 
 def check_port_and_cluster(settings: Settings) -> Iterator[CheckOutcome]:
     """Checks that the port is free or used by the local cluster, and that the cluster accepts the token."""
+    from genie.supervisor.local_server import find_local_server_problem
     from genie.supervisor.machine_role import find_joined_nodes
     from genie.supervisor.this_machine import is_own_address
 
+    problem = find_local_server_problem(settings.paths.state_dir)
+    if problem is not None:
+        yield CheckOutcome(
+            name="local server", verdict=CheckVerdict.FAILED, found=problem.message, fix=problem.hint
+        )
     answered, found, fix = asyncio.run(_fetch_cluster_reachable_found_and_fix(settings))
     where = _find_cluster_address(settings)
     local_port = settings.controller.port
@@ -372,6 +380,8 @@ def check_port_and_cluster(settings: Settings) -> Iterator[CheckOutcome]:
     yield _check_port_is_usable(
         settings.controller.bind, local_port, is_used_by_local_cluster=is_used_by_local_cluster
     )
+    if where is None and problem is not None:
+        return
     if where is None:
         if nodes := find_joined_nodes(settings.paths.state_dir):
             yield _check_joined_nodes(nodes, settings.paths.state_dir)
@@ -441,6 +451,9 @@ async def _fetch_cluster_reachable_found_and_fix(settings: Settings) -> tuple[bo
         )
     except GenieError as error:
         return False, error.message, error.hint
+    if is_without_leader(status):
+        why = next(iter(status.alarms), "no leader: the store does not respond")
+        return False, f"{client.where} is reachable, but there is {why}", _NO_LEADER_FIX
     nodes = format_count(sum(status.nodes.values()), "node")
     return True, f"{client.where} is reachable: version {status.version}, {nodes}", ""
 

@@ -12,6 +12,7 @@ from genie.cli.quantities import format_duration
 if TYPE_CHECKING:
     from genie.cluster.client import ClusterClient
     from genie.config import Settings
+    from genie.model.messages import StatusReply
 
 SHOWN_AGE_S_MIN = 1.0
 
@@ -27,3 +28,8 @@ async def open_client_and_report_age(settings: Settings) -> AsyncIterator[Cluste
         if client.reply_age_s > SHOWN_AGE_S_MIN:
             age = format_duration(client.reply_age_s)
             output.print_message(f"from standby {client.where}, {age} old: no leader responds")
+
+
+def is_without_leader(reply: StatusReply) -> bool:
+    """Whether the controller of this reply neither leads nor reaches a leader, because of its store."""
+    return not (reply.leading or reply.store_ok) and (reply.age_s > 0 or not reply.has_cluster_data)

@@ -2,7 +2,7 @@
 
 One TaskGroup runs everything: the server, the ledger's writer, orders to agents, and the loop that campaigns,
 leads a term, and campaigns again (terms/). Losing the store ends the term: no decisions are made, reads are
-served from memory, and running jobs continue.
+answered from a copy of the ledger (standby/), and running jobs continue.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class Controller:
                 clock=clock,
                 waits=waits,
                 read_from_agent=self._agents.read_log,
-                check_readable=check_readable,
+                check_readable=self._ledger.check_leading_and_up_to_date,
             ).handlers(),
             QueueRequests(jobs.catalog, planner, clock=clock, check_readable=check_readable).handlers(),
             QuotaRequests(self._quota_table, check_readable=check_readable).handlers(),

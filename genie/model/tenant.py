@@ -27,7 +27,13 @@ class TokenKind(enum.StrEnum):
 
     @property
     def with_article(self) -> str:
-        return f"{'an' if self is TokenKind.OWNER else 'a'} {self}"
+        name = "server" if self is TokenKind.SERVER_JOIN else str(self)
+        return f"{'an' if self is TokenKind.OWNER else 'a'} {name}"
+
+
+def server_token_name(host: str) -> str:
+    """The name of the owner token of a server that has joined from this address."""
+    return f"server-{host}"
 
 
 class TokenRecord(Record, frozen=True, kw_only=True):

@@ -54,6 +54,8 @@ _TLS_REJECTION_ALERT = bytes.fromhex("15030300020250")
 _TLS_REJECTION_REASON = "TLSV1_ALERT_INTERNAL_ERROR"
 # Error codes of OpenSSL for certificates of a trusted CA.
 _CERTIFICATE_VALIDITY_ERRORS = {9: "is not valid yet", 10: "has expired"}
+_HOST_NAME_MISMATCH = 62
+_CONTROLLER_PORT_HINT = "the default port of a controller is 5555; 2379 and 2380 are those of etcd"
 # Dead connections are detected after about two minutes.
 _TCP_KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 SEND_BUFFER_BYTES_MAX = 64 * 1024
@@ -256,6 +258,12 @@ class TcpChannel:
                 hint="it is not Genie, or one side uses TLS and the other does not",
             ) from None
         except OSError as error:
+            if isinstance(error, ssl.SSLError) and self._is_first_contact():
+                raise ProtocolError(
+                    f"{self.peer} is not a Genie controller: it rejected the TLS connection "
+                    f"({error.reason or error})",
+                    hint=_CONTROLLER_PORT_HINT,
+                ) from error
             raise ConnectionLostError(f"the connection to {self.peer} was lost: {error}") from error
         except TimeoutError:
             raise ProtocolError(
@@ -268,6 +276,15 @@ class TcpChannel:
         """Whether the peer is a server with a certificate of the cluster."""
         context = self._writer.get_extra_info("sslcontext")
         return context is not None and context.verify_mode is ssl.CERT_REQUIRED
+
+    def _is_first_contact(self) -> bool:
+        """Whether the peer is a server whose CA is still to be fetched from it."""
+        connection = self._writer.get_extra_info("ssl_object")
+        return (
+            connection is not None
+            and not connection.server_side
+            and connection.context.verify_mode is ssl.CERT_NONE
+        )
 
     def close(self) -> None:
         if self._is_closed:
@@ -529,6 +546,10 @@ def explain_connect_failure(error: OSError | UnicodeError, where: str) -> GenieE
         return ClockSkewError(
             f"the certificate of {where} {when} by the clock of this machine",
             hint="check the clocks of both machines: timedatectl",
+        )
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == _HOST_NAME_MISMATCH:
+        return TlsError(
+            f"{where} is not the expected Genie server: {error.verify_message}", hint=_CONTROLLER_PORT_HINT
         )
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(

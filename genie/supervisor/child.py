@@ -58,10 +58,16 @@ class Child:
         self._crash_times_s: deque[float] = deque(maxlen=_CRASH_TIMES_MAX)
         self._log_offset_at_start = 0
         self._node_id = ""
+        self._is_stopped = False
+        """By `stop`: it is not restarted then, however it ended."""
 
     @property
     def log_path(self) -> Path:
         return process_records.log_path(self._state_dir, self.name)
+
+    @property
+    def _name_in_text(self) -> str:
+        return process_records.name_in_text(self.name)
 
     @property
     def pid(self) -> int | None:
@@ -73,6 +79,7 @@ class Child:
         `node_id` is written to the process record of an agent.
         """
         self._start_arguments, self._node_id = list(arguments), node_id
+        self._is_stopped = False
         files.make_private_directory(self.log_path.parent)
         rotate_log_if_large(self.log_path)
         with self.log_path.open("ab") as log:
@@ -90,7 +97,9 @@ class Child:
         )
         self._is_process_record_written = False
         if not self._try_write_process_record():
-            _log.warning("could not write the record of the %s; trying again until it is written", self.name)
+            _log.warning(
+                "could not write the record of %s; trying again until it is written", self._name_in_text
+            )
 
     def _try_write_process_record(self) -> bool:
         """A process without a written record is running all the same: starting another would be wrong."""
@@ -125,18 +134,18 @@ class Child:
             kind = ConfigError if code == ConfigError.exit_code else LaunchError
             raise kind(message, hint=hint or log_hint)
         output = "; its last output:\n  " + "\n  ".join(lines) if lines else " without output"
-        raise LaunchError(f"the {self.name} ended with {_format_exit_code(code)}{output}", hint=log_hint)
+        raise LaunchError(f"{self._name_in_text} ended with {_format_exit_code(code)}{output}", hint=log_hint)
 
     async def restart_after_crashes(self, on_crash: Callable[[str], None]) -> None:
-        """Restarts it after every crash. Returns when another process has stopped it."""
-        while True:
+        """Restarts it after every crash. Returns when `stop` or another process has stopped it."""
+        while not self._is_stopped:
             code = self.exit_code()
             if code in (0, -signal.SIGTERM):
-                _log.info("the %s was stopped by another process", self.name)
+                _log.info("%s was stopped by another process", self._name_in_text)
                 return
             if code is not None:
                 await self._restart_until_started(
-                    f"the {self.name} ended with {_format_exit_code(code)}", on_crash
+                    f"{self._name_in_text} ended with {_format_exit_code(code)}", on_crash
                 )
             rotate_log_if_large(self.log_path)
             self._try_write_process_record()
@@ -150,11 +159,13 @@ class Child:
             delay_s = restart_backoff_s(self._crash_times_s, now=now)
             on_crash(f"{reason}; restarting in {delay_s:.1f} s")
             await asyncio.sleep(delay_s)
+            if self._is_stopped:
+                return
             try:
                 self.start(self._start_arguments, node_id=self._node_id)
                 reason = ""
             except (OSError, GenieError) as error:
-                reason = f"could not start the {self.name}: {error}"
+                reason = f"could not start {self._name_in_text}: {error}"
 
     def set_restart_arguments(self, arguments: Sequence[str]) -> None:
         """Replaces the arguments of later restarts."""
@@ -162,6 +173,7 @@ class Child:
 
     async def stop(self, *, grace_s: float, number: int = signal.SIGTERM) -> None:
         """Ends it, by this signal, and removes its process record. Does nothing if it was never started."""
+        self._is_stopped = True
         if self._process is None:
             return
         if self._process.poll() is None and self._process_record is not None:

@@ -14,12 +14,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from genie.config import Settings
-from genie.errors import GenieError, NothingListensError, StoreFullError
+from genie.errors import (
+    ConfigError,
+    GenieError,
+    NothingListensError,
+    StoreFullError,
+    TokenRefusedError,
+    UnreachableError,
+)
 from genie.model.names import is_loopback
 from genie.runtime.controller_connection import ControllerConnection, open_controller_connection
 from genie.runtime.credentials import LocalCluster, find_access, find_address
 from genie.runtime.known_servers import store_generation, store_known_servers
 from genie.runtime.network import Network
+from genie.supervisor.local_server import find_local_server_problem, find_removal
 from genie.supervisor.process_records import SUPERVISOR, read_process_record
 from genie.supervisor.this_machine import add_local_cluster_hint
 
@@ -48,7 +56,7 @@ async def open_connection(
 
     async def connect(stack: AsyncExitStack) -> ControllerConnection:
         while True:
-            host, port = find_address(settings.cluster, state_dir)
+            host, port = _find_address(settings)
             try:
                 async with add_local_cluster_hint(host, port, state_dir=state_dir):
                     access = await find_access(
@@ -63,6 +71,12 @@ async def open_connection(
                             access, network=network, program=program, timeout_s=timeout_s
                         )
                     )
+            except TokenRefusedError as error:
+                if removal := find_removal(state_dir):
+                    raise TokenRefusedError(
+                        f"{removal.message}: {error.message}", hint=removal.hint
+                    ) from error
+                raise
             except NothingListensError:
                 if loop.time() >= deadline_s or not _is_supervised_controller(host, port, state_dir):
                     raise
@@ -72,6 +86,16 @@ async def open_connection(
         connection = await connect(stack)
         await store_controller_addresses(connection, state_dir)
         yield connection
+
+
+def _find_address(settings: Settings) -> tuple[str, int]:
+    state_dir = settings.paths.state_dir
+    try:
+        return find_address(settings.cluster, state_dir)
+    except ConfigError as error:
+        if problem := find_local_server_problem(state_dir):
+            raise UnreachableError(problem.message, hint=problem.hint) from error
+        raise
 
 
 def is_address_given_by_caller(settings: Settings) -> bool:

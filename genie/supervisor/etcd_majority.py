@@ -79,12 +79,17 @@ async def _update_from_etcd(member: LocalMember, *, state_dir: Path) -> LocalMem
 def _check_not_removed(member: LocalMember, child: Child, *, state_dir: Path) -> None:
     """Raises ConfigError if the other members have rejected this one: etcd logs that, then its shutdown in
     dozens of lines, and exits with 0."""
-    lines = child.last_log_lines(count=_LOG_BYTES_READ, bytes_max=_LOG_BYTES_READ)
-    if any(_REMOVED_TEXT in line for line in lines):
+    if was_removed_from_cluster(child):
         raise ConfigError(
             f"{member.name} was removed from the cluster with 'genie etcd remove'",
-            hint=f"to add this machine again, {_format_join_again(state_dir)}",
+            hint=f"to add this machine again, {format_join_again(state_dir)}",
         )
+
+
+def was_removed_from_cluster(child: Child) -> bool:
+    """Whether an etcd member has ended because the other members have removed it. Blocks."""
+    lines = child.last_log_lines(count=_LOG_BYTES_READ, bytes_max=_LOG_BYTES_READ)
+    return any(_REMOVED_TEXT in line for line in lines)
 
 
 async def _check_no_other_cluster(member: LocalMember, *, state_dir: Path) -> None:
@@ -101,13 +106,14 @@ async def _check_no_other_cluster(member: LocalMember, *, state_dir: Path) -> No
             raise ConfigError(
                 f"this server belongs to the cluster as it was before a restore on {host}: the etcd member "
                 f"at {endpoint} belongs to another etcd cluster",
-                hint=f"to join the restored cluster, {_format_join_again(state_dir)}; "
+                hint=f"to join the restored cluster, {format_join_again(state_dir)}; "
                 f"to continue with the previous cluster instead, run 'genie down' on {host}, then 'genie up' "
                 "here and on the other previous servers, and remove its member with 'genie etcd remove'",
             )
 
 
-def _format_join_again(state_dir: Path) -> str:
+def format_join_again(state_dir: Path) -> str:
+    """How a machine whose etcd member was removed becomes a server again."""
     paths = (state_dir / CONTROLLER_DIRECTORY, etcd_member_directory(state_dir))
     removed = f"{', '.join(map(str, paths))} and {state_dir / OWNER_TOKEN_FILE}"
     return f"remove {removed}, and run 'genie join --server'"
@@ -193,3 +199,8 @@ async def find_connect_problem(endpoint: str) -> str:
         return os.strerror(error.errno).lower() if error.errno else str(error)
     writer.close()
     return ""
+
+
+def is_removal_in_log(lines: list[str]) -> bool:
+    """Whether these lines of etcd's log say that the other members have removed this one."""
+    return any(_REMOVED_TEXT in line for line in lines)

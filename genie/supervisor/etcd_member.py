@@ -46,7 +46,7 @@ from genie.runtime.credentials import is_wildcard
 from genie.supervisor import process_records, this_machine
 from genie.supervisor.child import Child, python_module_command
 
-ETCD = "etcd"
+ETCD = process_records.ETCD
 DEFAULT_ETCD_QUOTA_BYTES = 2 * 1024**3
 ETCD_FREE_DISK_BYTES_MIN = 256 * 1024**2
 SLOW_FSYNC_WARNING_THRESHOLD_S = 0.02

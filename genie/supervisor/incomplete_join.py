@@ -14,6 +14,7 @@ continues such a join.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -30,21 +31,34 @@ from genie.controller.etcd.local_member import (
     make_managed_etcd_address,
 )
 from genie.controller.store.open import CONTROLLER_DIRECTORY
-from genie.errors import GenieError, StoreError, StoreFullError
+from genie.errors import GenieError, StoreError, StoreFullError, TokenMissingError, TokenRefusedError
+from genie.model.messages import RevokeToken
+from genie.model.names import parse_endpoint
 from genie.processes import files
-from genie.runtime.credentials import OWNER_TOKEN_FILE
+from genie.runtime.controller_connection import open_controller_connection
+from genie.runtime.credentials import (
+    OWNER_TOKEN_FILE,
+    Access,
+    make_pinned_client_tls,
+    read_owner_token,
+)
+from genie.runtime.known_servers import read_known_servers
+from genie.runtime.network import TcpNetwork
+from genie.tenancy.access import Token
 
 _RECORD_FILE = "server-join.json"
 _PROMOTE_TIMEOUT_S = 2.0
+_REVOKE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class IncompleteJoin:
     """`peer_url` is that of the added etcd member; empty before one was added. `is_member_removed`: it was
-    removed again."""
+    removed again. `controller`: HOST:PORT of a controller of the cluster; empty if not known."""
 
     etcd_endpoints: tuple[str, ...]
     had_agents_before: bool
+    controller: str = ""
     peer_url: str = ""
     is_member_removed: bool = False
 
@@ -57,6 +71,7 @@ class IncompleteJoin:
             return cls(
                 etcd_endpoints=tuple(map(str, body["etcd_endpoints"])),
                 had_agents_before=bool(body["had_agents_before"]),
+                controller=str(body.get("controller", "")),
                 peer_url=str(body["peer_url"]),
                 is_member_removed=bool(body.get("is_member_removed", False)),
             )
@@ -107,6 +122,31 @@ class IncompleteJoin:
             removed.write(state_dir)
         return removed
 
+    async def revoke_owner_token(self, state_dir: Path, *, progress: Callable[[str], None]) -> None:
+        """Revokes the owner token that the join got, unless the etcd member may be a voter. If that fails,
+        reports its ID: nothing stores it any more."""
+        try:
+            token = read_owner_token(state_dir)
+        except TokenMissingError:
+            return  # damaged, so that its ID is not known
+        if token is None or self.may_vote(state_dir):
+            return
+        problem = "the address of a controller is not known"
+        try:
+            if self.controller:
+                await _revoke_own_token(token, *parse_endpoint(self.controller), state_dir=state_dir)
+                return
+        except TokenRefusedError:
+            return  # revoked before
+        except GenieError as error:
+            problem = error.message
+        except TimeoutError:
+            problem = f"no reply within {_REVOKE_TIMEOUT_S:g} s"
+        progress(
+            f"warning: the owner token of this join, {token.token_id}, is still valid: {problem}; revoke it "
+            f"with 'genie token revoke {token.token_id}' on a server"
+        )
+
     def remove_written_files(self, state_dir: Path) -> None:
         """Removes what the join has written, unless the etcd member may be a voter. Call it when its
         processes have ended.
@@ -142,9 +182,26 @@ async def undo_incomplete_join(state_dir: Path, *, progress: Callable[[str], Non
         return False
     progress("an earlier join of this machine as a server was interrupted: removing what it has left")
     found = await found.remove_added_member(state_dir, progress=progress)
+    await found.revoke_owner_token(state_dir, progress=progress)
     found.remove_written_files(state_dir)
     progress("removed the key of the certificate authority, the owner token and the etcd member's files")
     return True
+
+
+async def _revoke_own_token(token: Token, host: str, port: int, *, state_dir: Path) -> None:
+    network = TcpNetwork()
+    trusted = await make_pinned_client_tls(
+        network, host, port, pin=token.pin, state_dir=state_dir, timeout_s=_REVOKE_TIMEOUT_S
+    )
+    known = read_known_servers(state_dir, token.pin)
+    access = Access(host, port, token, trusted, other_servers=known)
+    async with (
+        asyncio.timeout(_REVOKE_TIMEOUT_S),
+        open_controller_connection(
+            access, network=network, program="genie join", timeout_s=_REVOKE_TIMEOUT_S
+        ) as connection,
+    ):
+        await connection.call(RevokeToken(token_id=token.token_id), timeout_s=_REVOKE_TIMEOUT_S)
 
 
 async def try_promote_member_of_incomplete_join(member: LocalMember, *, state_dir: Path) -> None:

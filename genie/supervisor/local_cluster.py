@@ -50,7 +50,7 @@ from genie.runtime.credentials import LOCAL_CLUSTER_FILE, OWNER_TOKEN_FILE, Loca
 from genie.runtime.network import TcpNetwork
 from genie.supervisor import process_records, this_machine
 from genie.supervisor.child import Child, python_module_command
-from genie.supervisor.etcd_majority import wait_for_majority
+from genie.supervisor.etcd_majority import format_join_again, wait_for_majority, was_removed_from_cluster
 from genie.supervisor.etcd_member import (
     ETCD,
     EtcdMemberProcess,
@@ -84,7 +84,7 @@ _AGENT_STOP_GRACE_MARGIN_S = 5.0
 _WAIT_MESSAGE_DELAY_S = 2.0
 """A longer wait is reported as progress."""
 _PORT_IN_USE_HINT = "stop the program that uses it ('genie down' for Genie), or choose another --port"
-CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, "agent", process_records.SUPERVISOR
+CONTROLLER, AGENT, SUPERVISOR = process_records.CONTROLLER, process_records.AGENT, process_records.SUPERVISOR
 _PROCESS_NAMES = (SUPERVISOR, CONTROLLER, AGENT, ETCD)
 
 ProgressPrinter = Callable[[str], None]
@@ -216,6 +216,7 @@ class Supervisor:
             )
         token = parse_server_join_token(access.token)
         check_not_a_server(self._state_dir)
+        self._check_controller_can_listen()  # before the join, which uses up the token
         # Otherwise all jobs here are those of the node that a failed join removes again.
         self._keeps_jobs = (self._state_dir / AGENTS_DIR).exists()
         join = ServerJoin(
@@ -232,7 +233,8 @@ class Supervisor:
             own_access = await self.wait_for_leader(await self.start_controller())
             assert own_access is not None, "the join has written an owner token"
             if agent:
-                await self.start_agent(own_access)
+                # The token of a server is that of the owner: a node that was removed is added again.
+                await self.start_agent(own_access, rejoin=True)
             join.mark_complete()
         except BaseException:
             await _await_despite_cancellation(self._undo_server_join(join))
@@ -243,13 +245,18 @@ class Supervisor:
             await join.remove_added_member()
         finally:
             await self.stop()
+            await join.revoke_owner_token()
             join.remove_written_files()
+
+    def _check_controller_can_listen(self) -> None:
+        config = self._settings.controller
+        check_bind_address(config)
+        this_machine.check_port_free(config.bind, config.port, hint=_PORT_IN_USE_HINT)
 
     async def start_controller(self) -> LocalCluster:
         """Starts the controller and waits until it listens and knows whether it leads."""
         config = self._settings.controller
-        check_bind_address(config)
-        this_machine.check_port_free(config.bind, config.port, hint=_PORT_IN_USE_HINT)
+        self._check_controller_can_listen()
         (self._state_dir / LOCAL_CLUSTER_FILE).unlink(missing_ok=True)
         self._progress(f"starting the controller on {config.bind}")
         self._controller.start(self._controller_arguments(config.port))
@@ -302,7 +309,18 @@ class Supervisor:
         self._keeps_jobs = False
         for child in self._children:
             if child.pid is not None:
-                self._restart_tasks.append(group.create_task(child.restart_after_crashes(self._report_crash)))
+                self._restart_tasks.append(group.create_task(self._restart_child_after_crashes(child)))
+
+    async def _restart_child_after_crashes(self, child: Child) -> None:
+        await child.restart_after_crashes(self._report_crash)
+        if child is not self._etcd.child or not was_removed_from_cluster(child):
+            return
+        # The controller would go on with the etcd members of the others. The agent remains a node of them.
+        self._progress(
+            "warning: this server was removed from the cluster with 'genie etcd remove': stopping the "
+            f"controller; to add it again, run 'genie down --keep-jobs', {format_join_again(self._state_dir)}"
+        )
+        await self._stop_controller()
 
     def keep_jobs_on_stop(self) -> None:
         """Keeps the jobs of this machine running when `stop` stops the agent; the next agent adopts them."""
@@ -324,15 +342,18 @@ class Supervisor:
                 grace_s=self._settings.agent.stop_grace_s + _AGENT_STOP_GRACE_MARGIN_S,
                 number=KEEP_JOBS_SIGNAL if self._keeps_jobs else signal.SIGTERM,
             )
-        if not self._keeps_jobs:
-            await kill_leftover_jobs(self._state_dir)
+        if not self._keeps_jobs and (count := await kill_leftover_jobs(self._state_dir)):
+            self._progress(f"ended processes of jobs that an agent had left running: {count}")
         if self._controller.pid is not None:
             self._progress("stopping the controller")
-            await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
-            _remove_local_cluster_file(self._state_dir)
+            await self._stop_controller()
         if self._etcd.child.pid is not None:
             self._progress("stopping etcd")
             await self._etcd.child.stop(grace_s=_ETCD_STOP_GRACE_S)
+
+    async def _stop_controller(self) -> None:
+        await self._controller.stop(grace_s=_CONTROLLER_STOP_GRACE_S)
+        _remove_local_cluster_file(self._state_dir)
 
     async def wait_for_leader(self, found: LocalCluster) -> ClusterConfig | None:
         """Returns the owner's access to this controller when the cluster has a leader; None for a standby
@@ -616,9 +637,8 @@ async def stop_running_cluster(
     for name in (SUPERVISOR, AGENT, CONTROLLER, ETCD):
         record = process_records.read_process_record(state_dir, name)
         if record is not None:
-            progress(
-                f"stopping {'the cluster' if name == SUPERVISOR else f'the {name}'} (process {record.pid})"
-            )
+            what = "the cluster" if name == SUPERVISOR else process_records.name_in_text(name)
+            progress(f"stopping {what} (process {record.pid})")
             await process_records.end_process(
                 record,
                 grace_s=graces.get(name, _CONTROLLER_STOP_GRACE_S),
@@ -636,10 +656,7 @@ async def kill_leftover_jobs(state_dir: Path) -> int:
     """Kills jobs whose agent has ended without ending them; those without a dead-man timer keep running
     otherwise.
     Returns the number of processes."""
-    count = await asyncio.to_thread(kill_jobs_of_stopped_agents, state_dir / AGENTS_DIR)
-    if count:
-        _log.warning("killed %d processes of jobs that an agent has left running", count)
-    return count
+    return await asyncio.to_thread(kill_jobs_of_stopped_agents, state_dir / AGENTS_DIR)
 
 
 def check_agent_is_of_cluster(running: RunningCluster, access: ClusterConfig, *, state_dir: Path) -> None:
@@ -721,6 +738,12 @@ def _already_running_error(
     state_dir: Path, found: RunningCluster | None, *, holder: str = ""
 ) -> AgentRunningError:
     elsewhere = f"set GENIE_STATE_DIR to another directory than {state_dir}"
+    record = process_records.read_process_record(state_dir, SUPERVISOR)
+    if found and record is not None and record.missing_servers:
+        return AgentRunningError(
+            f"already running {found}, and {record.missing_servers}",
+            hint="start the other servers with 'genie up' there; 'genie down --keep-jobs' stops this one",
+        )
     if found:
         return AgentRunningError(
             f"already running {found}",

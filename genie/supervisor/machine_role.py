@@ -17,6 +17,7 @@ from genie.controller.store.open import CONTROLLER_DIRECTORY, LOCAL_ETCD_STORE
 from genie.errors import ConfigError
 from genie.model.names import address_text
 from genie.runtime.credentials import DEFAULT_PORT, OWNER_TOKEN_FILE, is_wildcard
+from genie.supervisor.etcd_majority import format_join_again
 from genie.supervisor.incomplete_join import IncompleteJoin
 
 
@@ -110,9 +111,9 @@ def check_etcd_address(settings: Settings) -> None:
     raise ConfigError(
         f"--bind {config.bind}: the etcd member of this machine is registered with address {member.bind}",
         hint="start it without --bind; to move the only server: 'genie store backup FILE' while it runs, "
-        f"'genie down --keep-jobs', 'genie store restore FILE --bind {config.bind}'; one of several: "
-        f"'genie down', 'genie etcd remove {member.name}' on another server, then 'genie join --server' with "
-        "--bind and another GENIE_STATE_DIR",
+        f"'genie down --keep-jobs', 'genie store restore FILE --bind {config.bind}'; one of several: while "
+        f"it runs, 'genie etcd remove {member.name} --running' on another server; then 'genie down "
+        f"--keep-jobs' here, {format_join_again(settings.paths.state_dir)} with --bind {config.bind}",
     )
 
 

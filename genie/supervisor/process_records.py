@@ -24,9 +24,16 @@ SUPERVISOR = "up"
 """Name of the record of a supervisor."""
 CONTROLLER = "controller"
 """Name of the record of a controller."""
-_SUPERVISOR_LOCK_FILE = "up.lock"
+AGENT = "agent"
+ETCD = "etcd"
+SUPERVISOR_LOCK_FILE = "up.lock"
 _EXIT_POLL_S = 0.02
 _SIGKILL_WAIT_TIMEOUT_S = 5.0
+
+
+def name_in_text(name: str) -> str:
+    """How messages name the process of a record: etcd is a proper noun."""
+    return name if name == "etcd" else f"the {name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +121,7 @@ def remove_process_record(state_dir: Path, name: str) -> None:
 
 def supervisor_lock_path(state_dir: Path) -> Path:
     """The lock that the supervisor of this state directory holds, and a command that replaces its store."""
-    return files.make_private_directory(state_dir / PROCESS_RECORDS_FOLDER) / _SUPERVISOR_LOCK_FILE
+    return files.make_private_directory(state_dir / PROCESS_RECORDS_FOLDER) / SUPERVISOR_LOCK_FILE
 
 
 def log_path(state_dir: Path, name: str) -> Path:

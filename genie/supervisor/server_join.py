@@ -35,6 +35,7 @@ from genie.processes import files
 from genie.processes.clock import SystemClock
 from genie.runtime.credentials import OWNER_TOKEN_FILE
 from genie.runtime.network import Network
+from genie.supervisor.etcd_majority import format_join_again
 from genie.supervisor.etcd_member import (
     EtcdMemberProcess,
     format_initial_cluster,
@@ -67,6 +68,13 @@ def parse_server_join_token(text: str) -> Token:
 
 def check_not_a_server(state_dir: Path) -> None:
     """Raises ConfigError if the state directory has files of a cluster that this machine hosts."""
+    if (member := LocalMember.read(state_dir)) is not None:
+        is_incomplete = IncompleteJoin.read(state_dir) is not None
+        raise ConfigError(
+            f"cannot join as a server: this machine is the server {member.name} already",
+            hint=f"start it with 'genie up'{', which continues its join' if is_incomplete else ''}; if it "
+            f"was removed with 'genie etcd remove', {format_join_again(state_dir)} again",
+        )
     # A failed join removes all of them again.
     for path, exists in (
         (state_dir / CONTROLLER_DIRECTORY, (state_dir / CONTROLLER_DIRECTORY).exists()),
@@ -143,7 +151,11 @@ class ServerJoin:
         )
         self._etcd_endpoints = credentials.etcd_endpoints
         had_agents = (self._state_dir / AGENTS_DIR).exists()
-        self._record_progress(IncompleteJoin(self._etcd_endpoints, had_agents_before=had_agents))
+        self._record_progress(
+            IncompleteJoin(
+                self._etcd_endpoints, had_agents_before=had_agents, controller=address_text(host, port)
+            )
+        )
         self._write_credentials(credentials)
         await asyncio.to_thread(
             write_etcd_member_certificate, self._config, member, state_dir=self._state_dir
@@ -158,6 +170,11 @@ class ServerJoin:
             self._incomplete = await self._incomplete.remove_added_member(
                 self._state_dir, progress=self._progress
             )
+
+    async def revoke_owner_token(self) -> None:
+        """Revokes the owner token that the join got; best effort. Call it after `remove_added_member`."""
+        if self._incomplete is not None:
+            await self._incomplete.revoke_owner_token(self._state_dir, progress=self._progress)
 
     def remove_written_files(self) -> None:
         """Removes what the join has written, unless its etcd member is still one. Call it when the processes

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from genie.errors import (
     AddressInUseError,
+    ConfigError,
     DeadlineError,
     GenieError,
     HardwareError,
@@ -152,9 +153,8 @@ def normalize_ip(text: str) -> str:
 
 
 def check_port_free(host: str, port: int, *, hint: str) -> None:
-    """Raises AddressInUseError here; the child would only write it to its log."""
-    if port == 0:
-        return
+    """Raises AddressInUseError, or ConfigError if this machine does not have the address, here; the child
+    would only write it to its log. Port 0 stands for any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -163,6 +163,12 @@ def check_port_free(host: str, port: int, *, hint: str) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUseError(f"port {port} on {host} is in use", hint=hint) from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                own = ", ".join(list_own_addresses()) or "none that other machines can reach"
+                raise ConfigError(
+                    f"{host} is not an address of this machine",
+                    hint=f"give one with --bind; this machine has: {own}",
+                ) from error
 
 
 def _interface_addresses() -> list[_IpAddress]:

@@ -77,10 +77,7 @@ async def test_clients_get_a_retry_time_and_no_address_while_the_store_is_unavai
                 pass
         for error in (*errors, login.value):
             assert error.retry_after_s == STORE_RETRY_AFTER_S
-            assert (
-                "store is unavailable" in error.message
-                and f"try again in {STORE_RETRY_AFTER_S:g} s" in error.hint
-            )
+            assert "store is unavailable" in error.message and "try again" in error.hint
             assert "127.0.0.1" not in str(error) and "etcd" not in str(error)
         assert etcd.endpoint in (await _error_of(owner.submit(gpus=1))).hint
         assert etcd.endpoint in (await owner.status()).store_reason

@@ -77,7 +77,9 @@ def test_join_killed_when_its_member_may_vote_is_continued_by_up(
         os.kill(pid, signal.SIGKILL)
     assert "run 'genie up', which continues the join" in second.run("doctor", check=False).stdout
     refused = second.join(first.where, token_file, check=False)
-    assert "already has a cluster of its own" in refused.stdout + refused.stderr
+    output = refused.stdout + refused.stderr
+    assert f"this machine is the server {second.name} already" in output
+    assert "which continues its join" in output and str(second.state_dir / "owner.token") in output
 
     second.run("up", "--detach")
     members = {member["name"]: member["healthy"] for member in first.list_members()}

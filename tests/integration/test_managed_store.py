@@ -130,6 +130,7 @@ def test_restore_on_the_server_that_is_left_after_the_loss_of_a_majority(
     restored = output_of(third, *restore)
     (kept,) = (third.state_dir / "etcd").glob("data.replaced-*")
     assert f"the previous store is kept in {kept}" in restored
+    assert "you have removed STATE/controller, STATE/etcd and STATE/owner.token" in restored
     third.run("up", "--detach")
     assert [member["name"] for member in third.list_members()] == ["s3"]
     assert back_up(third, tmp_path / "after") == before
@@ -170,6 +171,7 @@ def test_backups_restore_from_sqlite_into_managed_etcd_and_back(
     returned = output_of(new, "store", "restore", str(tmp_path / "of-etcd"), "--store", "sqlite")
     (kept,) = new.state_dir.glob("etcd.replaced-*")
     assert f"the previous store is kept in {kept}" in returned
+    assert f"next: genie up --detach --bind {new.host} --port {new.ports[0]}\n" in returned
     new.run("up", "--detach", "--bind", new.host, "--port", str(new.ports[0]))
     assert json.loads(new.run("status", "--json").stdout)["store"] == "sqlite"
     assert back_up(new, tmp_path / "again") == after

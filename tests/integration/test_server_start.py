@@ -136,6 +136,7 @@ def test_member_that_is_left_is_healthy_and_names_the_missing_majority(
     assert healthy == {first.name_of_member: True, second.name: False}
     refused = first.run("etcd", "remove", second.name, check=False)
     assert f"cannot remove etcd member {second.name}: 1 of 2 members respond, 2 needed" in refused.stderr
+    assert f"run 'genie etcd remove {second.name} --running' here" in refused.stderr
     second.run("up", "--detach")
     assert [member["healthy"] for member in first.list_members()] == [True, True]
 
@@ -184,7 +185,7 @@ def test_server_waits_for_a_majority_until_the_other_one_starts(
         assert output.count(_WAITING) == 1
         listed = first.run("etcd", "status", check=False)
         assert listed.returncode == 1
-        assert listed.stderr == "0 of 2 members respond, 2 needed\n"
+        assert listed.stderr.startswith(f"0 of 2 members respond, 2 needed\nthis server is {_WAITING}")
         assert "no response" in listed.stdout and "ipv4:" not in listed.stdout
         assert first.run("down").stdout.strip().endswith("stopped")
         process.wait(timeout=60)

@@ -104,7 +104,7 @@ class Server:
 
     def leader(self) -> str:
         """Address of the leader as this server knows it; empty without one."""
-        return str(json.loads(self.run("status", "--json").stdout)["leader"])
+        return str(json.loads(self.run("status", "--json", check=False).stdout)["leader"])
 
     def try_submit(self, text: str) -> bool:
         """Submits through this server; a standby names the leader."""
@@ -142,6 +142,16 @@ class Server:
 def end_servers(servers: Iterable[Server]) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(Server.end, servers))
+
+    def remove_server_files(self) -> None:
+        """What a removed server has to remove before it joins again."""
+        shutil.rmtree(self.state_dir / "controller")
+        shutil.rmtree(self.state_dir / "etcd")
+        (self.state_dir / "owner.token").unlink()
+
+    def count_owner_tokens(self) -> int:
+        tokens = json.loads(self.run("token", "list", "--json").stdout)["tokens"]
+        return sum(each["kind"] == "owner" and each["revoked_at"] is None for each in tokens)
 
 
 @pytest.fixture
@@ -215,16 +225,24 @@ def check_replacement_of_a_lost_server(lost: Server, other: Server, tmp_path: Pa
     assert f"{lost.name} was removed from the cluster with 'genie etcd remove'" in returned.stderr
     assert f"remove {lost.state_dir / 'controller'}, " in returned.stderr
     assert '"level"' not in returned.stderr
-    shutil.rmtree(lost.state_dir)
-    lost.name = "s4"
-    lost.join(other.where, other.create_server_token(tmp_path / "again.token"))
+    wait_until(
+        lambda: other.run("forget", lost.name, check=False).returncode == 0,
+        timeout_s=60,
+        what="the node is lost, so that it can be removed",
+    )
+    token_file = other.create_server_token(tmp_path / "again.token")
+    refused = lost.join(other.where, token_file, check=False)
+    assert f"remove {lost.state_dir / 'controller'}, " in refused.stdout + refused.stderr
+    lost.remove_server_files()
+    lost.join(other.where, token_file)  # the same token: it was refused before it was used
+    assert lost.running_processes() == {"up", "controller", "agent", "etcd"}
     assert len(other.list_members()) == 3
     assert all(member["healthy"] for member in other.list_members())
 
 
 def alarms(server: Server) -> list[str]:
     """The alarms for members of etcd."""
-    found = json.loads(server.run("status", "--json").stdout)["alarms"]
+    found = json.loads(server.run("status", "--json", check=False).stdout)["alarms"]
     return [text for text in found if text.startswith("etcd member")]
 
 
@@ -259,6 +277,7 @@ async def test_failed_join_leaves_no_member_and_no_files(servers: list[Server], 
     async with open_etcd_cluster(member.address(first.state_dir)) as cluster:
         assert [each.name for each in await cluster.list_members()] == [member.name]
     assert first.try_submit("still works")
+    assert first.count_owner_tokens() == 1
     # The token was used: another attempt with it is refused before anything is written.
     again = second.join(first.where, token_file, check=False)
     assert "was used already" in again.stdout + again.stderr
@@ -270,26 +289,40 @@ def test_join_that_fails_early_can_be_repeated(servers: list[Server], tmp_path: 
     first.start_first()
     used_token = first.create_server_token(tmp_path / "s2.token")
     second.join(first.where, used_token)
+    check_port_of_etcd_is_named(third, first, used_token, "is not a Genie controller")  # first contact
     refused = third.join(first.where, used_token, check=False)
     assert "was used already" in refused.stdout + refused.stderr
     token_file = first.create_server_token(tmp_path / "s3.token")
     unused_address = f"{first.host}:{third.ports[0]}"
     refused = third.join(unused_address, token_file, check=False)
     assert f"{unused_address} refused the connection" in refused.stdout + refused.stderr
-    with socket.create_server((third.host, third.ports[1])):
-        refused = third.join(first.where, token_file, check=False)
-        assert f"port {third.ports[1]} on {third.host} is in use" in refused.stdout + refused.stderr
+    for port in third.ports[:2]:  # of the controller and of etcd
+        with socket.create_server((third.host, port)):
+            refused = third.join(first.where, token_file, check=False)
+            assert f"port {port} on {third.host} is in use" in refused.stdout + refused.stderr
+    refused = third.join(first.where, token_file, "--bind", "192.0.2.1", check=False)
+    assert "192.0.2.1 is not an address of this machine" in refused.stdout + refused.stderr
+    check_port_of_etcd_is_named(third, first, token_file, "is not the expected Genie server")
     assert not (third.state_dir / "etcd").exists()
     (third.state_dir / "etcd" / "data").mkdir(parents=True)  # an earlier release has left it
     third.join(first.where, token_file)
     assert len(third.list_members()) == 3
 
 
+def check_port_of_etcd_is_named(joining: Server, server: Server, token_file: Path, problem: str) -> None:
+    where = f"{server.host}:{server.ports[1]}"
+    refused = joining.join(where, token_file, check=False)
+    output = refused.stdout + refused.stderr
+    assert f"{where} {problem}" in output
+    assert "the default port of a controller is 5555; 2379 and 2380 are those of etcd" in output
+
+
 def test_a_server_without_an_agent_stays_one(servers: list[Server], tmp_path: Path) -> None:
     first, second, _ = servers
     first.start_first()
     joined = second.join(first.where, first.create_server_token(tmp_path / "server.token"), "--no-agent")
-    assert f"joined {first.where} as a server without an agent" in joined.stdout
+    assert f"joined {first.where} as a server without an agent; it listens on {second.where}" in joined.stdout
+    assert "two servers are less available than one" in joined.stderr
     without_agent = {"up", "controller", "etcd"}
     assert second.running_processes() == without_agent
     second.run("down")
@@ -302,6 +335,26 @@ def test_a_server_without_an_agent_stays_one(servers: list[Server], tmp_path: Pa
     assert second.running_processes() == without_agent | {"agent"}
     refused = second.run("join", first.where, "--no-agent", check=False)
     assert refused.returncode == 2 and "--no-agent requires --server" in refused.stderr
+    check_removal_of_one_of_two_running_servers(second, first, tmp_path)
+
+
+def check_removal_of_one_of_two_running_servers(removed: Server, other: Server, tmp_path: Path) -> None:
+    refused = other.run("etcd", "remove", removed.name, check=False)
+    assert f"genie etcd remove {removed.name} --running" in refused.stderr
+    refused = removed.run("etcd", "remove", removed.name, "--running", check=False)
+    assert "run this on another server" in refused.stderr
+    done = other.run("etcd", "remove", removed.name, "--running")
+    assert "revoked the owner token of that server" in done.stderr
+    assert removed.running_processes() == {"up", "agent"}
+    assert [member["healthy"] for member in other.list_members()] == [True]
+    assert list_controller_addresses(other.state_dir) == [other.where]
+    assert other.count_owner_tokens() == 1
+    assert "this server was removed from the cluster" in (removed.state_dir / "logs" / "up.log").read_text()
+    assert other.try_submit("on one server")
+    assert "needed" not in removed.run("down", "--keep-jobs").stderr
+    removed.remove_server_files()
+    removed.join(other.where, other.create_server_token(tmp_path / "again.token"))
+    assert [member["healthy"] for member in other.list_members()] == [True, True]
 
 
 def test_what_a_killed_join_has_left_is_removed_by_the_next_command(
@@ -326,6 +379,7 @@ def test_what_a_killed_join_has_left_is_removed_by_the_next_command(
             names = ("controller", "etcd", "owner.token")
             assert not [name for name in names if (second.state_dir / name).exists()]
             assert "was interrupted" not in second.run("doctor", check=False).stdout
+            assert first.count_owner_tokens() == 1
         else:
             second.join(first.where, first.create_server_token(tmp_path / "again.token"))
         assert not record.exists()

@@ -180,7 +180,7 @@ FAILOVER_DEFECTS = {
         _plant_no_reload_after_unknown_outcomes, "store", ("lose_reply",), (0,), "have not ended"
     ),
     "exits reported only once": Defect(
-        _plant_exits_reported_only_once, "store", ("lose_store", "hang_store"), (1, 4), "without a fault"
+        _plant_exits_reported_only_once, "store", ("lose_store", "hang_store"), (8, 12), "without a fault"
     ),
     "requests forgotten in a failover": Defect(
         _plant_requests_forgotten_in_a_failover,
@@ -193,7 +193,7 @@ FAILOVER_DEFECTS = {
         _plant_launches_of_an_earlier_placement,
         "disk",
         ("slow_disk", "lose_store"),
-        (3, 5),
+        (156, 229),
         "epoch",
     ),
     "agents that accept any leader": Defect(

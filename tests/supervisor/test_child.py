@@ -108,6 +108,27 @@ async def test_stop_ends_the_child_and_removes_its_record(child: Child, tmp_path
     await child.stop(grace_s=5)
 
 
+async def test_child_is_not_restarted_after_stop_however_it_ended(tmp_path: Path) -> None:
+    child = Child(
+        "agent", command=["sh", "-c", "trap '' TERM; echo ready; exec sleep 1000"], state_dir=tmp_path
+    )
+    child.start([])
+    await until(child.last_log_lines)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(child.restart_after_crashes(pytest.fail))
+        await child.stop(grace_s=0.5)
+    assert child.exit_code() == -signal.SIGKILL
+
+
+async def test_etcd_is_named_without_an_article(tmp_path: Path) -> None:
+    child = Child("etcd", command=["false"], state_dir=tmp_path)
+    child.start([])
+    await until(lambda: child.exit_code() is not None)
+    with pytest.raises(LaunchError, match=r"^etcd ended with exit code 1"):
+        child.check_not_exited()
+    await child.stop(grace_s=5)
+
+
 async def test_check_alive_quotes_the_log_of_a_crashed_child(child: Child, tmp_path: Path) -> None:
     child.start([str(tmp_path / "pids"), "3"])
     await until(lambda: child.exit_code() is not None)

@@ -12,13 +12,16 @@ import pytest
 
 from genie.cluster.client import ClusterClient, open_client
 from genie.config import Settings, load
-from genie.errors import DeadlineError, NothingListensError
+from genie.errors import DeadlineError, NothingListensError, TokenRefusedError, UnreachableError
+from genie.processes import files
 from genie.processes.clock import SystemClock
 from genie.runtime.credentials import LocalCluster
 from genie.runtime.network import Channel, ClientTls, TcpNetwork
 from genie.supervisor import connection
-from genie.supervisor.process_records import CONTROLLER, SUPERVISOR, log_path, record_process
+from genie.supervisor.process_records import CONTROLLER, ETCD, SUPERVISOR, log_path, record_process
 from tests.controller.running_controller import RunningController, running_controller
+from tests.supervisor.test_incomplete_join import MEMBER
+from tests.supervisor.test_local_server import REMOVED, WAITING
 from tests.waiting import until
 
 
@@ -132,3 +135,24 @@ def test_address_is_compared_with_that_of_the_supervised_controller(
     assert record_process(tmp_path, SUPERVISOR, os.getpid(), ready=True)
     LocalCluster(host=bound, port=7100, cluster_id="c").write(tmp_path)
     assert connection._is_supervised_controller(asked, 7100, tmp_path) is is_supervised
+
+
+async def test_command_on_a_server_that_waits_for_others_says_so(tmp_path: Path) -> None:
+    record_process(tmp_path, SUPERVISOR, os.getpid(), missing_servers=WAITING)
+    with pytest.raises(UnreachableError, match=f"this server is {WAITING}"):
+        await _fetch_status(load({"paths.state_dir": tmp_path}), TcpNetwork())
+
+
+async def test_command_on_a_removed_server_says_so(tmp_path: Path) -> None:
+    async with running_controller(tmp_path, tls="on") as one:
+        MEMBER.write(one.state_dir)
+        log = log_path(one.state_dir, ETCD)
+        files.make_private_directory(log.parent)
+        log.write_text(f"{REMOVED}\n", "utf-8")
+        token = one.state_dir / "owner.token"
+        kept = token.read_text("utf-8")
+        token.write_text(kept.replace(kept.split(".")[2], "0123456789ab"), "utf-8")
+        with pytest.raises(TokenRefusedError, match="this server, s2, was removed from the cluster") as error:
+            await _fetch_status(_settings_of(one), TcpNetwork())
+        assert "'genie join --server'" in error.value.hint
+        token.write_text(kept, "utf-8")

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from genie.agent.journal import AGENT_LOCK_FILE
 from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.controller.etcd.local_member import LocalMember
 from genie.errors import NodeError
+from genie.model.tenant import TokenKind
 from genie.processes import files
 from genie.processes.process_identity import ProcessIdentity
 from genie.supervisor.incomplete_join import IncompleteJoin, mark_join_complete, undo_incomplete_join
 from genie.supervisor.local_cluster import Supervisor
+from genie.tenancy.access import new_token
 
 MEMBER = LocalMember(
     name="s2", host="127.0.0.3", client_port=1, peer_port=2, bind="127.0.0.3", controller_port=3
@@ -58,6 +61,21 @@ async def test_join_without_a_member_record_is_undone(tmp_path: Path) -> None:
     assert await undo_incomplete_join(tmp_path, progress=ignore)
     assert not [path for path in written if path.exists()]
     assert IncompleteJoin.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("controller", ["127.0.0.1:1", ""])
+async def test_owner_token_that_cannot_be_revoked_is_named(tmp_path: Path, controller: str) -> None:
+    write_server(tmp_path)
+    token = new_token(TokenKind.OWNER, token_id="abcd", secret=b"\x01" * 32, pin="a" * 43)
+    files.write_private(tmp_path / "owner.token", str(token).encode())
+    replace(INCOMPLETE, controller=controller).write(tmp_path)
+    lines: list[str] = []
+    assert await undo_incomplete_join(tmp_path, progress=lines.append)
+    (warning,) = [
+        line for line in lines if line.startswith("warning: the owner token of this join, abcd, is")
+    ]
+    assert warning.endswith("revoke it with 'genie token revoke abcd' on a server")
+    assert not (tmp_path / "owner.token").exists()
 
 
 async def test_data_of_a_member_that_may_vote_is_never_removed(tmp_path: Path) -> None:

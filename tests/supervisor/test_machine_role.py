@@ -142,4 +142,5 @@ def test_member_stays_on_its_address(
     with pytest.raises(ConfigError, match=f"is registered with address {bind}") as caught:
         machine_role.check_etcd_address(settings)
     assert f"genie store restore FILE --bind {given}" in caught.value.hint
-    assert "genie etcd remove box1" in caught.value.hint
+    assert "'genie etcd remove box1 --running' on another server" in caught.value.hint
+    assert str(tmp_path / "owner.token") in caught.value.hint

@@ -204,7 +204,7 @@ def join(
         )
         running = local_cluster.find_running_cluster(settings.paths.state_dir)
         name = "a server without an agent" if no_agent else running.node_id if running else "-"
-        output.write_line(_format_joined_message(settings, name))
+        _print_joined(settings, name)
         return
     start = local_cluster.run_local_agent
     if server:
@@ -232,6 +232,7 @@ def down(
     are queued again if that takes longer than 0.7 x controller.node_ttl_s.
     """
     from genie.supervisor import etcd_majority, local_cluster, machine_role
+    from genie.supervisor.etcd_member import ETCD
 
     settings = invocation.load_settings()
     state_dir = settings.paths.state_dir
@@ -242,7 +243,8 @@ def down(
         output.write_line("nothing to stop: no cluster or agent is running on this machine")
         return
     progress: Callable[[str], None] = output.print_message
-    remaining = asyncio.run(etcd_majority.describe_remaining_servers(state_dir))
+    is_member = ETCD in found.pids  # not after its removal
+    remaining = asyncio.run(etcd_majority.describe_remaining_servers(state_dir)) if is_member else ""
     if remaining:
         output.print_message(remaining)
     if local_cluster.CONTROLLER in found.pids:
@@ -398,7 +400,7 @@ async def _report_start_and_wait(supervisor: Supervisor, settings: Settings) -> 
     if supervisor.cluster is not None:
         await _print_started_cluster(settings)
     else:
-        output.write_line(_format_joined_message(settings, supervisor.node_id))
+        _print_joined(settings, supervisor.node_id)
     output.print_message("running; press Ctrl-C to stop")
     await supervisor.wait()
     output.print_message("stopped by another process")
@@ -487,9 +489,19 @@ def _join_and_login_commands(where: str, *, loopback: bool) -> list[tuple[str, s
     ]
 
 
-def _format_joined_message(settings: Settings, node_id: str) -> str:
+def _print_joined(settings: Settings, node_id: str) -> None:
+    """Print what was joined; of a server also where it listens, and what two servers lack."""
+    from genie.controller.etcd.local_member import LocalMember
+    from genie.runtime.credentials import LocalCluster
+
     where = address_text(settings.cluster.master_addr or "", settings.cluster.master_port)
-    return f"joined {where} as {node_id}"
+    own, member = LocalCluster.read(settings.paths.state_dir), LocalMember.read(settings.paths.state_dir)
+    listening = f"; it listens on {address_text(own.host, own.port)}" if own and member else ""
+    output.write_line(f"joined {where} as {node_id}{listening}")
+    if own and member and len(member.endpoints) == 1:
+        output.print_message(
+            "two servers are less available than one: the loss of either stops all changes; join a third one"
+        )
 
 
 def _ignore_progress(_line: str) -> None:

@@ -6,16 +6,19 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+import typer
+
 from genie.cli import output
 from genie.cli.app import Invocation, JsonOption, app, command
 from genie.cli.quantities import format_count, format_duration, format_size
-from genie.cli.reply_age import open_client_and_report_age
+from genie.cli.reply_age import is_without_leader, open_client_and_report_age
 
 if TYPE_CHECKING:
     from genie.config import Settings
     from genie.model.allocation import NodeHolds
     from genie.model.messages import NodeView, StatusReply
     from genie.model.node import GPUInfo
+    from genie.supervisor.local_server import LocalServerProblem
 
 _NODE_COLUMNS = (
     "node",
@@ -33,11 +36,33 @@ _GPU_COLUMNS_DROPPED_IF_NARROW = ("temp", "utilization")
 
 @command(app, "status", example="genie status --json")
 def status(invocation: Invocation, *, as_json: JsonOption = False) -> None:
-    """Show a summary of the cluster: controller, store, nodes, accelerators and jobs."""
-    reply, where = asyncio.run(_fetch_status_and_address(invocation.load_settings()))
+    """Show a summary of the cluster: controller, store, nodes, accelerators and jobs.
+
+    Exit code 1 if the cluster has no leader.
+    """
+    settings = invocation.load_settings()
+    reply, where = asyncio.run(_fetch_status_and_address(settings))
+    if problem := _find_problem_of_own_server(settings):
+        output.print_message(f"{problem.message} ({problem.hint}); this is the status of {where}")
     if as_json:
-        output.write_json({"address": where} | output.struct_to_json(reply))
-        return
+        no_leader = {"leader": ""} if is_without_leader(reply) else {}
+        output.write_json({"address": where} | output.struct_to_json(reply) | no_leader)
+    else:
+        _write_status(reply, where)
+    if is_without_leader(reply):
+        raise typer.Exit(1)
+
+
+def _find_problem_of_own_server(settings: Settings) -> LocalServerProblem | None:
+    """Return why the server of this machine does not work, unless another address is configured."""
+    from genie.supervisor.local_server import find_local_server_problem
+
+    if settings.cluster.master_addr is not None:
+        return None
+    return find_local_server_problem(settings.paths.state_dir)
+
+
+def _write_status(reply: StatusReply, where: str) -> None:
     facts = [
         ("address", where),
         ("cluster", reply.cluster_id or "-"),
@@ -70,7 +95,7 @@ def _format_store(reply: StatusReply) -> str:
 
 def standby_fields(reply: StatusReply) -> list[tuple[str, str]]:
     """Return role and leader, for a controller that does not lead."""
-    if not reply.store_ok and (reply.age_s > 0 or not reply.has_cluster_data):  # it reaches no leader
+    if is_without_leader(reply):
         last = f" (last: {reply.leader})" if reply.leader else ""
         return [("role", "standby"), ("leader", f"none{last}")]
     hint = f" (genie status --address {reply.leader})" if reply.leader else ""

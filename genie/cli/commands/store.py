@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from genie.config import Settings
     from genie.controller.backups.backup_file import BackupHeader, BackupReader
     from genie.controller.backups.restore import RestoreResult
+    from genie.controller.etcd.local_member import LocalMember
     from genie.controller.store import Store
     from genie.processes.tasks import Offload
 
@@ -68,7 +69,7 @@ def backup(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Back up the store to a file, while the cluster is running.
+    """Back up the store to a file, while the cluster is running. Replaces an earlier backup, no other file.
 
     The file contains all jobs, nodes, quotas and hashes of tokens at one revision, and only you can read it.
     It does not contain the certificate authority of the cluster: see "Backup and restore" in the user guide.
@@ -113,6 +114,8 @@ def restore(
     Raises the generation of the cluster: nodes accept the restored controller and reject the previous one.
     Running jobs that are not in the backup are ended when their nodes connect.
     """
+    from genie.controller.etcd.local_member import LocalMember
+
     given = {"controller.store": store, "controller.bind": bind, "controller.port": port}
     settings = _load_settings_of_machine(invocation, given)
     _check_address_is_for_member(settings, bind=bind, port=port)
@@ -121,6 +124,7 @@ def restore(
         if generation is None
         else parse_integer(generation, what="--generation", low=1, high=GENERATION_MAX)
     )
+    replaced_member = LocalMember.read(settings.paths.state_dir)
     restored, kept = asyncio.run(_restore_backup_file(settings, _parse_backup_path(file), generation=wanted))
     if as_json:
         output.write_json(
@@ -132,25 +136,38 @@ def restore(
             }
         )
         return
+    _print_restored(settings, restored, kept, replaced_member=replaced_member)
+
+
+def _print_restored(
+    settings: Settings, restored: RestoreResult, kept: list[Path], *, replaced_member: LocalMember | None
+) -> None:
     output.write_line(
         f"restored {restored.row_count} rows of cluster {restored.cluster.cluster_id}, generation "
         f"{restored.cluster.generation}"
     )
-    _print_rows_left_out(restored)
+    _print_rows_left_out(restored, verb="restored")
     if restored.dropped_token_count:
         output.print_message(
             f"{format_count(restored.dropped_token_count, 'unused join or server token')} of the backup "
             "cannot be used: create new ones"
         )
     _print_kept_stores(kept)
-    _print_next_steps(settings, ca_pin=restored.cluster.ca_pin)
+    _print_next_steps(settings, ca_pin=restored.cluster.ca_pin, replaced_member=replaced_member)
+    if _is_run_by_genie(settings):
+        output.print_message(
+            "do not start a previous server before you have removed STATE/controller, STATE/etcd and "
+            "STATE/owner.token there (STATE is its state directory); then it joins again with 'genie join "
+            "--server'. Its previous owner token stays valid until 'genie token revoke ID' ('genie token "
+            "list')"
+        )
 
 
-def _print_rows_left_out(restored: RestoreResult) -> None:
+def _print_rows_left_out(restored: RestoreResult, *, verb: str) -> None:
     count = restored.header.row_count - restored.row_count - restored.dropped_token_count
     if count > 0:
         output.print_message(
-            f"not restored: {format_count(count, 'row')} about the previous servers, which register again"
+            f"not {verb}: {format_count(count, 'row')} about the previous servers, which register again"
         )
 
 
@@ -384,7 +401,7 @@ def migrate(
     _check_address_is_for_member(target, bind=bind, port=port)
     path, restored, kept = asyncio.run(_migrate_store(settings, target))
     output.write_line(f"copied {restored.row_count} rows of cluster {restored.cluster.cluster_id} to {to}")
-    _print_rows_left_out(restored)
+    _print_rows_left_out(restored, verb="copied")
     output.print_message(f"a backup of the previous store is in {path}")
     _print_kept_stores(kept)
     _print_next_steps(target, ca_pin=restored.cluster.ca_pin)
@@ -459,7 +476,7 @@ def _print_kept_stores(kept: list[Path]) -> None:
         output.print_message(f"the previous store is kept in {path}")
 
 
-def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
+def _print_next_steps(settings: Settings, *, ca_pin: str, replaced_member: LocalMember | None = None) -> None:
     from genie.runtime import tls
     from genie.tenancy.access import NO_PIN
 
@@ -473,18 +490,22 @@ def _print_next_steps(settings: Settings, *, ca_pin: str) -> None:
             f"first copy controller/ca.pem and controller/ca.key of the previous controller to {directory}: "
             "nodes and users trust only that certificate authority"
         )
-    _print_next_command(settings)
+    _print_next_command(settings, replaced_member)
 
 
-def _print_next_command(settings: Settings) -> None:
+def _print_next_command(settings: Settings, replaced_member: LocalMember | None = None) -> None:
+    """`replaced_member` has the address of this machine's controller, which only etcd members remember."""
     url = settings.controller.store
     if _is_run_by_genie(settings):
         output.print_message(
             "next: genie up --detach; then add the other servers: genie token create --server"
         )
         return
+    where = ""
+    if replaced_member is not None:
+        where = f" --bind {replaced_member.bind} --port {replaced_member.controller_port or 5555}"
     output.print_message(
-        f"next: genie up --detach{'' if url == 'sqlite' else f' --store {shlex.quote(url)}'}"
+        f"next: genie up --detach{'' if url == 'sqlite' else f' --store {shlex.quote(url)}'}{where}"
     )
 
 

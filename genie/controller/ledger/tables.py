@@ -175,6 +175,19 @@ class LedgerTable(Generic[_Row]):
                 hint="it may have been written by another version of Genie",
             ) from error
 
+    def copy_rows(self) -> TableBeingLoaded[_Row]:
+        """Return the durable rows, to load them into another table of this kind."""
+        copied: TableBeingLoaded[_Row] = TableBeingLoaded()
+        copied.rows, copied.revisions = self._rows.copy(), self._revisions.copy()
+        copied.row_sizes, copied.unreadable_row_ids = self._row_sizes.copy(), self._unreadable_row_ids.copy()
+        copied.read_only_reasons = self._read_only_reasons.copy()
+        return copied
+
+    @property
+    def last_revision(self) -> int:
+        """The highest revision of a row; 0 without rows."""
+        return max(self._revisions.values(), default=0)
+
     def _replace_rows(self, read: TableBeingLoaded[_Row]) -> None:
         self._rows, self._revisions = read.rows, read.revisions
         self._row_sizes, self._unreadable_row_ids = read.row_sizes, read.unreadable_row_ids
@@ -248,7 +261,15 @@ class LedgerTables:
         """Replace all rows by those of the store."""
         self.quarantine.clear()
         self.unreadable_required_row = None
-        fresh = [await self._read_table(table) for table in self._tables]
+        await self._replace_all_rows([await self._read_table(table) for table in self._tables])
+
+    async def copy_all_tables(self, source: LedgerTables) -> int:
+        """Replace all rows by those of `source`; return the revision of the newest one."""
+        revision = max(table.last_revision for table in source._tables)
+        await self._replace_all_rows([table.copy_rows() for table in source._tables])
+        return revision
+
+    async def _replace_all_rows(self, fresh: list[TableBeingLoaded[Any]]) -> None:
         for table, read in zip(self._tables, fresh, strict=True):
             for loader in table._loaders:
                 await loader(read)

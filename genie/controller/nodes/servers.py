@@ -11,9 +11,10 @@ from genie.controller.ledger import Ledger, Transaction
 from genie.controller.nodes.admission import Certificates
 from genie.controller.server_credentials_handover import ServerCredentials
 from genie.controller.tokens import TokenRegistry
-from genie.errors import UsageError
+from genie.errors import GenieError, UsageError
 from genie.model.messages.handshake import JoinServer, ServerJoined
-from genie.model.tenant import TokenKind
+from genie.model.names import parse_endpoint
+from genie.model.tenant import TokenKind, server_token_name
 from genie.processes.clock import Clock
 from genie.tenancy.access import check_unused, mark_used
 
@@ -62,7 +63,7 @@ class ServerAdmission:
             # Marked first: the limit of tokens does not count used ones.
             txn.put(self._ledger.tokens, record.token_id, mark_used(record, now=now))
             owner_token, _ = self._tokens.create_token_in_transaction(
-                txn, TokenKind.OWNER, name=f"server-{record.token_id}"
+                txn, TokenKind.OWNER, name=server_token_name(_host_of_peer(connection.peer.name))
             )
             credentials = ServerCredentials(
                 ca_pem=ca_pem,
@@ -79,3 +80,11 @@ class ServerAdmission:
             connection.peer.name,
         )
         return reply
+
+
+def _host_of_peer(name: str) -> str:
+    """The IP address of a peer, which is named by HOST:PORT."""
+    try:
+        return parse_endpoint(name)[0]
+    except GenieError:
+        return name

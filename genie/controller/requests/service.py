@@ -11,12 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-import msgspec
-
 from genie.controller.change_notifier import wait_event
 from genie.controller.connection import Connection, Connections, Handlers
 from genie.controller.election import Election
-from genie.controller.ledger import TABLES_AGE_S_MAX, Ledger
+from genie.controller.ledger import Ledger
 from genie.controller.nodes.admission import Admission, Certificates
 from genie.controller.request_limits import LIST_REQUESTS, RequestLimits, TokenUsage
 from genie.controller.tokens import TokenRegistry
@@ -41,7 +39,6 @@ from genie.model.messages import (
     FORWARDED_REQUESTS,
     NOT_FORWARDED_REQUESTS,
     UNAUTHENTICATED_REQUESTS,
-    AgedReply,
     Done,
     ForwardedReply,
     ForwardedRequest,
@@ -223,8 +220,9 @@ class RequestService:
             self._ledger.check_leading_and_up_to_date()
         if usage is None or kind in NOT_FORWARDED_REQUESTS:
             return None
-        if self._ledger.is_loaded:
-            return None if self._election.is_leading else self._respond_from_memory(connection, request)
+        is_answered_by_standby = kind in COPY_REQUESTS or kind is GetStatus
+        if self._ledger.is_loaded and (self._election.is_leading or not is_answered_by_standby):
+            return None
         if kind is GetStatus:
             reply = self._respond_with_status(connection, request)
         elif self._election.is_leading and not self._standby_requests.can_answer_from_copy(kind):
@@ -236,15 +234,6 @@ class RequestService:
         return self._request_limits.await_reply_counted_in_flight(
             usage, reply, size_bytes=connection.peer.request_bytes
         )
-
-    def _respond_from_memory(self, connection: Connection, request: Message) -> Awaitable[Message] | None:
-        """Mark replies of a controller that has led, while no other one is known to lead, with their age."""
-        age_s, kind = self._election.since_leading_s, type(request)
-        if kind not in COPY_REQUESTS and kind is not GetStatus:
-            return None
-        if age_s > TABLES_AGE_S_MAX and kind is not GetStatus:
-            raise NotLeaderError(f"this controller has not led for {age_s:.0f} s; its data is too old")
-        return _with_age(self._handle_within_limits(connection, request), age_s=age_s)
 
     async def _respond_with_status(self, connection: Connection, request: Message) -> Message:
         own = await self._handlers[GetStatus](connection, request)
@@ -333,7 +322,7 @@ class RequestService:
                 )
             if identity.kind in (TokenKind.JOIN, TokenKind.SERVER_JOIN):
                 raise TokenRefusedError(
-                    f"a {identity.kind} token only admits a machine", hint="use 'genie join'"
+                    f"{identity.kind.with_article} token only admits a machine", hint="use 'genie join'"
                 )
         except AccessError as error:
             _log.info("rejected the login of %s: %s", connection.peer.name, error)
@@ -368,12 +357,6 @@ class RequestService:
 
     async def _handle_sign_executor(self, connection: Connection, request: SignExecutor) -> Certificate:
         return self._admission.sign_executor(connection.identity.name, request)
-
-
-async def _with_age(reply: Awaitable[Message], *, age_s: float) -> Message:
-    answer = await reply
-    assert isinstance(answer, AgedReply)
-    return msgspec.structs.replace(answer, age_s=round(age_s, 3))
 
 
 def _check_release(connection: Connection, version: str, *, peer: str) -> None:
@@ -417,7 +400,7 @@ async def _without_store_details(reply: Awaitable[Message]) -> Message:
 def _store_unavailable_error(*, cause: str = "") -> StoreUnavailableError:
     return StoreUnavailableError(
         "the cluster cannot make changes: its store is unavailable",
-        hint=f"running jobs continue; try again in {STORE_RETRY_AFTER_S:g} s"
+        hint="running jobs continue; try again when the store responds, which 'genie status' shows"
         + (f"; the cause: {cause}" if cause else ""),
         retry_after_s=STORE_RETRY_AFTER_S,
     )

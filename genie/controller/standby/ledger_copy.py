@@ -60,6 +60,7 @@ class LedgerCopy:
         self._logged_error_codes: set[str] = set()
         """Codes of the errors that were logged since the copy was last confirmed."""
         self._retry_interval_s = _RETRY_INTERVAL_S
+        self._ended_term: tuple[LedgerTables, float] | None = None
 
     @property
     def age_s(self) -> float:
@@ -83,6 +84,11 @@ class LedgerCopy:
                 f"the limit is {TABLES_AGE_S_MAX:.0f} s",
                 hint="check its connection to the store, or use another controller",
             )
+
+    def start_from_ended_term(self, ledger: LedgerTables, *, ended_at_s: float) -> None:
+        """Load the tables of this controller's last term, which ended at this monotonic time, instead of
+        those of the store, which may not respond."""
+        self._ended_term = ledger, ended_at_s
 
     async def follow(self) -> None:
         """Load the tables and apply every change until cancelled."""
@@ -123,6 +129,12 @@ class LedgerCopy:
         self._retry_interval_s = _RETRY_INTERVAL_S
 
     async def _load(self) -> None:
+        if self._ended_term is not None:
+            (ledger, ended_at_s), self._ended_term = self._ended_term, None
+            self._applied_revision = await self.tables.copy_all_tables(ledger)
+            self._confirmed_at_s = ended_at_s
+            self.is_loaded = True
+            return
         # The tables are read later, at higher revisions. The watch replays the changes in between; the copy
         # is confirmed only after that.
         self._applied_revision = await self._fetch_revision()

@@ -14,6 +14,7 @@ import msgspec
 
 from genie.controller.checks import clamp_wait_s
 from genie.controller.connection import Connection
+from genie.controller.ledger import LedgerTables
 from genie.controller.request_limits import RequestLimits
 from genie.controller.requests.open_waits import OpenWaits
 from genie.controller.standby.copy_reads import CopyReads
@@ -90,11 +91,22 @@ class StandbyRequests:
         """Another controller leads: copy the ledger, and forward requests to it."""
         self._link.set_leader(leader_address)
         if self._copy is None:
-            self._copy = self._make_copy()
-            self._copy.tables.tokens.add_listener(self._on_token_changed)
-            self._copy.tables.add_after_load_listener(self._disconnect_revoked_tokens)
-            self._copy_reads = CopyReads(self._copy, clock=self._clock, waits=self._open_waits)
+            self._use_copy(self._make_copy())
         self._is_following.set()
+
+    def follow_from_ended_term(self, ledger: LedgerTables, *, ended_at_s: float) -> None:
+        """This controller no longer leads, and no other one is known to: continue with a copy of its ledger,
+        because the store may not respond."""
+        copy = self._make_copy()
+        copy.start_from_ended_term(ledger, ended_at_s=ended_at_s)
+        self._use_copy(copy)
+        self._is_following.set()
+
+    def _use_copy(self, copy: LedgerCopy) -> None:
+        self._copy = copy
+        copy.tables.tokens.add_listener(self._on_token_changed)
+        copy.tables.add_after_load_listener(self._disconnect_revoked_tokens)
+        self._copy_reads = CopyReads(copy, clock=self._clock, waits=self._open_waits)
 
     def stop_following(self) -> None:
         """This controller leads: drop the copy."""

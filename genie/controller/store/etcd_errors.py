@@ -24,6 +24,8 @@ from genie.errors import (
 )
 
 NO_LEADER_MESSAGE = "etcdserver: no leader"
+_LOST_CONNECTION_MESSAGE = "Internal error from Core"
+"""Of gRPC itself: its stream ended without a status."""
 _LEARNER_MESSAGE = "rpc not supported for learner"
 _REJECTED_TOKEN_MESSAGES = ("invalid auth token", "revision of auth store is old", "user name is empty")
 # Texts of gRPC itself: TSI is its TLS layer; the last one is about files without a certificate or key.
@@ -45,7 +47,12 @@ def to_genie_error(
 ) -> GenieError:
     """`idempotent`: repeating the call changes nothing, so its caller need not find out what it did."""
     code, text = error.code(), error.details() or ""
-    message = f"etcd at {endpoint}: {action} failed: {without_grpc_address(text)!r} ({code.name})"
+    reason = (
+        "the connection was lost"
+        if _LOST_CONNECTION_MESSAGE in text
+        else f"{without_grpc_address(text)!r} ({code.name})"
+    )
+    message = f"etcd at {endpoint}: {action} failed: {reason}"
     match code:
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "database space exceeded" in text:
             return StoreFullError(

@@ -168,6 +168,9 @@ class Leadership:
             term = group.create_task(self._run_term(), name="term")
             await self._election.hold_leadership_until_term_ends()
             term.cancel()
+        if self._has_term_begun:
+            ended_at_s = self._clock.monotonic_s() - self._election.since_leading_s
+            self._standby_requests.follow_from_ended_term(self._ledger, ended_at_s=ended_at_s)
         return self._has_term_begun
 
     async def _run_term(self) -> None:

@@ -166,7 +166,7 @@ def test_down_ends_jobs_that_an_agent_had_left_running(genie, state_dir) -> None
         finally:
             job.kill()
     assert ran.code == 0
-    assert "ended processes of jobs that an agent had left running: 1" in ran.err
+    assert ran.err == "ended processes of jobs that an agent had left running: 1\n"
 
 
 def test_forget_removes_a_node(genie, controller) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import stat
 import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from genie.cli import doctor_checks
@@ -20,10 +22,13 @@ from genie.model.tenant import TokenKind
 from genie.native import libraries
 from genie.runtime.logins import store_login
 from genie.runtime.tls import CertificateAuthority, new_key_and_csr
+from genie.supervisor.process_records import ETCD, SUPERVISOR, record_process
 from genie.tenancy.access import new_token
 from tests.cli.sample_messages import make_status_reply
 from tests.needs import require_cgroup
 from tests.ports import free_port
+from tests.supervisor.test_incomplete_join import INCOMPLETE, MEMBER
+from tests.supervisor.test_local_server import WAITING
 
 
 def index_checks_by_name(found) -> dict[str, CheckOutcome]:
@@ -146,6 +151,42 @@ def test_local_port_is_not_reported_as_used_by_the_cluster_of_the_last_login(mon
     )
     found = index_checks_by_name(doctor_checks.check_port_and_cluster(load({"controller.port": port})))
     assert (found["cluster"].found, found[f"port {port}"].found) == ("192.0.2.1 answers", "free")
+
+
+def test_cluster_without_a_leader_fails(controller) -> None:
+    alarm = "no leader: the store does not respond (of 3 etcd members, 2 must run: see 'genie etcd status')"
+    controller.replies[GetStatus] = msgspec.structs.replace(
+        make_status_reply(), leading=False, store_ok=False, has_cluster_data=True, age_s=3.0, alarms=(alarm,)
+    )
+    check = index_checks_by_name(doctor_checks.check_port_and_cluster(load()))["cluster"]
+    assert check.verdict is CheckVerdict.FAILED
+    assert check.found == f"127.0.0.1:{controller.port} is reachable, but there is {alarm}"
+    assert "start the other servers with 'genie up'" in check.fix
+
+
+def test_server_that_does_not_run_fails_although_another_one_responds(controller, state_dir) -> None:
+    MEMBER.write(state_dir)
+    controller.replies[GetStatus] = make_status_reply()
+    found = index_checks_by_name(doctor_checks.check_port_and_cluster(load()))
+    assert found["cluster"].verdict is CheckVerdict.OK
+    check = found["local server"]
+    assert (check.verdict, check.found) == (CheckVerdict.FAILED, "this server is not running")
+    assert "'genie up'" in check.fix
+
+
+def test_server_that_waits_for_a_majority_is_not_an_absent_cluster(state_dir) -> None:
+    record_process(state_dir, SUPERVISOR, os.getpid(), missing_servers=WAITING)
+    found = index_checks_by_name(doctor_checks.check_port_and_cluster(load()))
+    assert found["local server"].found == f"this server is {WAITING}" and "cluster" not in found
+
+
+def test_interrupted_join_is_reported_while_its_etcd_member_still_runs(state_dir) -> None:
+    INCOMPLETE.write(state_dir)
+    record_process(state_dir, ETCD, os.getpid())
+    found = index_checks_by_name(doctor_checks.check_state_directory(load()))
+    assert found["server join"].verdict is CheckVerdict.FAILED
+    record_process(state_dir, SUPERVISOR, os.getpid())
+    assert "server join" not in index_checks_by_name(doctor_checks.check_state_directory(load()))
 
 
 def test_unreachable_configured_cluster_fails(genie, monkeypatch) -> None:

@@ -18,6 +18,8 @@ from genie.cli.commands import etcd
 from genie.config import ControllerConfig
 from genie.controller.etcd.membership import MemberInfo, MemberStatus
 from genie.supervisor.etcd_member import new_local_member, write_etcd_member_certificate
+from genie.supervisor.process_records import SUPERVISOR, record_process
+from tests.ports import free_ports
 
 MEMBER = MemberInfo(
     member_id=0x23880E7DA931810,
@@ -102,3 +104,22 @@ def test_status_says_how_many_members_respond_without_a_majority(problems: list[
 def test_member_ids_are_hexadecimal_in_json() -> None:
     found = etcd._member_status_to_json(MemberStatus(info=MEMBER))
     assert (found["member_id"], found["healthy"]) == ("23880e7da931810", True)
+
+
+def test_status_without_a_responding_member_shows_the_own_name_and_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("grpc")
+    monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path))
+    own_port, other_port = free_ports(2)
+    config = ControllerConfig(etcd_client_port=own_port)
+    member = replace(new_local_member(config, name="s1"), endpoints=(f"127.0.0.1:{other_port}",))
+    member.write(tmp_path)
+    write_etcd_member_certificate(config, member, state_dir=tmp_path)
+    waiting = "waiting for a majority of the etcd members: 1 of 2 running, 2 needed"
+    record_process(tmp_path, SUPERVISOR, os.getpid(), missing_servers=waiting)
+    assert main(["etcd", "status"]) == 1
+    shown = capsys.readouterr()
+    rows = {row.split()[1]: row.split()[0] for row in shown.out.splitlines()[1:]}
+    assert rows == {member.endpoint: "s1", f"127.0.0.1:{other_port}": "-"}
+    assert shown.err == f"0 of 2 members respond, 2 needed\nthis server is {waiting}\n"

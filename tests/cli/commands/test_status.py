@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 
 import msgspec
 import pytest
 
 from genie.model.allocation import Hold, NodeHolds
 from genie.model.messages import GetStatus, ListNodes, NodesReply
+from genie.supervisor.process_records import SUPERVISOR, record_process
 from tests.cli.sample_messages import make_node_view, make_status_reply
+from tests.supervisor.test_incomplete_join import MEMBER
+from tests.supervisor.test_local_server import WAITING
 
 
 def test_status_prints_a_summary(genie, controller) -> None:
@@ -61,10 +65,30 @@ def test_standby_without_a_store_shows_that_no_leader_exists(genie, controller) 
         make_status_reply(), leading=False, leader="10.0.0.5:5555", store_ok=False, age_s=70.0
     )
     controller.replies[GetStatus] = reply
-    assert "leader   none (last: 10.0.0.5:5555)\n" in genie("status").out
+    ran = genie("status")
+    assert ran.code == 1 and "leader   none (last: 10.0.0.5:5555)\n" in ran.out
+    ran = genie("status", "--json")
+    assert ran.code == 1 and json.loads(ran.out)["leader"] == ""
     # The leader has answered: only this server does not reach the store.
     controller.replies[GetStatus] = msgspec.structs.replace(reply, age_s=0.0, has_cluster_data=True)
-    assert "leader        10.0.0.5:5555 (genie status" in genie("status").out
+    ran = genie("status")
+    assert ran.code == 0 and "leader        10.0.0.5:5555 (genie status" in ran.out
+
+
+def test_status_of_another_server_says_that_the_own_one_is_not_running(genie, controller, state_dir) -> None:
+    MEMBER.write(state_dir)
+    controller.replies[GetStatus] = make_status_reply()
+    where = f"127.0.0.1:{controller.port}"
+    ran = genie("status")
+    assert f"this server is not running (start it with 'genie up'); this is the status of {where}" in ran.err
+    assert "this server" not in genie("status", "--address", where).err
+
+
+def test_status_of_a_server_that_waits_for_a_majority_says_so(genie, state_dir) -> None:
+    record_process(state_dir, SUPERVISOR, os.getpid(), missing_servers=WAITING)
+    ran = genie("status")
+    assert ran.code == 255
+    assert f"genie: this server is {WAITING}\nhint: it takes part as soon as" in ran.err
 
 
 def test_standby_shows_why_it_cannot_lead(genie, controller) -> None:

@@ -194,7 +194,7 @@ def test_migrate_copies_the_store_and_keeps_a_backup(genie, state_dir, tmp_path)
     assert dict(BackupReader(backup).rows())["job/j-1"] == b"1"
 
 
-def test_rows_of_previous_servers_are_reported_as_not_restored(genie, state_dir, tmp_path) -> None:
+def test_rows_of_previous_servers_are_reported_as_not_copied(genie, state_dir, tmp_path) -> None:
     counter = COUNTER_KEY_PREFIX + EPOCH_COUNTER
     address = f"{CONTROLLER_KEY_PREFIX}box"
     rows = {"cluster": CLUSTER, counter: b'{"value":1}', "job/j-1": b"1", address: b"10.0.0.1:5555"}
@@ -202,7 +202,7 @@ def test_rows_of_previous_servers_are_reported_as_not_restored(genie, state_dir,
     ran = genie("store", "migrate", "--to", f"sqlite:{tmp_path}/new.sqlite3")
     assert ran.code == 0, ran.err
     assert "copied 3 rows" in ran.out
-    assert "not restored: 1 row about the previous servers, which register again" in ran.err
+    assert "not copied: 1 row about the previous servers, which register again" in ran.err
 
 
 def test_migrate_names_an_invalid_store_before_its_address(genie, state_dir) -> None:

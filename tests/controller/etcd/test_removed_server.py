@@ -8,10 +8,15 @@ import msgspec
 import pytest
 
 from genie.controller.election import CONTROLLER_KEY_PREFIX, LEADER_KEY, LeaderRecord
-from genie.controller.etcd.removed_server import delete_records_of_controller, list_controllers_of_server
-from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerReleases
+from genie.controller.etcd.removed_server import (
+    choose_owner_tokens_of_server,
+    delete_records_of_controller,
+    list_controllers_of_server,
+)
+from genie.controller.nodes.releases import SERVER_RELEASE_KEY_PREFIX, ServerRelease, ServerReleases
 from genie.controller.store import Delete, Put
 from genie.errors import UsageError
+from genie.model.tenant import TokenKind, TokenRecord
 from genie.sim.store import MemoryStore
 from tests.controller.running_controller import running_controller
 from tests.fakes.clock import FakeClock
@@ -51,6 +56,34 @@ async def test_only_the_records_of_that_server_are_deleted() -> None:
     await delete_records_of_controller(store, "c2", etcd_member="s2")
     assert before - await list_keys(store) == {CONTROLLER_KEY_PREFIX + "c2", SERVER_RELEASE_KEY_PREFIX + "c2"}
     await store.close()
+
+
+def test_only_owner_tokens_of_the_removed_server_are_revoked() -> None:
+    def server(host: str, token_id: str) -> ServerRelease:
+        return ServerRelease(
+            version="0.1.0", address=f"{host}:5555", announced_at=0.0, owner_token_id=token_id
+        )
+
+    def token(token_id: str, name: str, *, kind: TokenKind = TokenKind.OWNER) -> TokenRecord:
+        return TokenRecord(token_id=token_id, kind=kind, secret_sha256="", name=name, created_at=0.0)
+
+    tokens = [
+        token("now", "server-10.0.0.2"),
+        token("earlier", "server-10.0.0.2"),
+        token("renamed", "other"),
+        token("user", "server-10.0.0.2", kind=TokenKind.USER),
+        token("of-another", "server-10.0.0.2"),
+        token("own", "server-10.0.0.2"),
+        token("unrelated", "server-10.0.0.3"),
+    ]
+
+    def chosen(*others: ServerRelease) -> list[str]:
+        removed = [server("10.0.0.2", "now"), server("10.0.0.2", "renamed")]
+        return choose_owner_tokens_of_server(tokens, removed=removed, others=others, own_token_id="own")
+
+    assert chosen(server("10.0.0.3", "of-another")) == ["now", "earlier", "renamed"]
+    # Names decide nothing if another server has the same address.
+    assert chosen(server("10.0.0.2", "of-another")) == ["now", "renamed"]
 
 
 async def test_address_of_the_leader_is_not_deleted() -> None:

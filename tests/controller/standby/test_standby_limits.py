@@ -13,7 +13,13 @@ from genie.controller.connection import Connection, Handler
 from genie.controller.ledger import TABLES_AGE_S_MAX
 from genie.controller.standby import forward_limits, leader_link
 from genie.controller.standby import requests as standby_requests
-from genie.errors import GenieError, NotLeaderError, OverloadedError, ReplyLostError
+from genie.errors import (
+    GenieError,
+    NotLeaderError,
+    OverloadedError,
+    ReplyLostError,
+    StoreUnavailableError,
+)
 from genie.model.job import JobState
 from genie.model.messages import (
     FORWARDED_REQUESTS,
@@ -28,11 +34,13 @@ from genie.model.messages import (
     ListNodes,
     Message,
     Ping,
+    ReadLog,
 )
 from genie.model.node import NodeStatus
 from genie.model.tenant import TokenKind
+from genie.processes.clock import SystemClock
 from genie.sim.store import MemoryStore
-from tests.controller.running_controller import Client, running_controller
+from tests.controller.running_controller import Client, RunningController, running_controller
 from tests.controller.standby.controllers_on_etcd import LeaderAndStandby, run_leader_and_standby
 from tests.fakes.clock import FakeClock
 from tests.waiting import until
@@ -70,7 +78,8 @@ async def test_without_tls_reads_are_answered_only_while_no_controller_leads(tmp
     await memory.close()
 
 
-async def test_controller_that_has_led_answers_with_the_age_of_its_memory(tmp_path: Path) -> None:
+async def test_controller_that_has_led_answers_as_a_standby_without_a_leader(tmp_path: Path) -> None:
+    """From a copy of its ledger, because the store does not respond, with the time since its lease."""
     clock = FakeClock()
     memory = await MemoryStore.open(clock=clock)
     store = memory.connect()
@@ -80,21 +89,67 @@ async def test_controller_that_has_led_answers_with_the_age_of_its_memory(tmp_pa
         one.client() as client,
     ):
         job = await client.submit(gpus=1)
+        await agent.start_next()
         assert (await client.ask(ListJobs())).age_s == 0.0
         store.set_available(False)
         await clock.advance(3.5)
+        await until(lambda: can_answer_from_copy(one))
         await agent.beat()
-        reply = await client.ask(ListNodes())
-        assert 0.0 < reply.age_s < 3.5 and reply.nodes[0].info.status is NodeStatus.HEALTHY
+        await check_answers_of_former_leader(client, job.job_id)
         before_s = (await client.ask(GetJob(job_id=job.job_id))).age_s
-        await clock.advance(10.0)
-        assert (await client.ask(GetJob(job_id=job.job_id))).age_s == pytest.approx(before_s + 10.0, abs=0.1)
-        assert (await client.status()).age_s == pytest.approx(before_s + 10.0, abs=0.1)
+        assert 0.0 < before_s < 3.5
+        await clock.advance(100.0)  # the connection of the agent is long considered lost
+        await check_answers_of_former_leader(client, job.job_id)
+        assert (await client.ask(GetJob(job_id=job.job_id))).age_s == pytest.approx(before_s + 100, abs=0.1)
+        assert (await client.status()).age_s == pytest.approx(before_s + 100, abs=0.1)
         await clock.advance(TABLES_AGE_S_MAX)
-        with pytest.raises(NotLeaderError, match="its data is too old"):
+        with pytest.raises(NotLeaderError, match=r"copy of the leader's data is 3[67].. s old"):
             await client.ask(ListJobs())
-        assert (await client.status()).age_s > TABLES_AGE_S_MAX
+        assert not (await client.status()).has_cluster_data
         store.set_available(True)
+    await memory.close()
+
+
+def can_answer_from_copy(controller: RunningController) -> bool:
+    assert controller.controller is not None
+    return controller.controller._standby_requests.can_answer_from_copy(ListNodes)
+
+
+async def check_answers_of_former_leader(client: Client, job_id: str) -> None:
+    (view,) = (await client.ask(ListNodes())).nodes
+    assert (view.info.status, view.info.last_heartbeat) == (NodeStatus.SUSPECT, 0.0)
+    assert view.info.status_reason == "no leader responds, and only the leader receives heartbeats"
+    assert [hold.job_id for hold in view.node_holds.holds] == [job_id]
+    status = await client.status()
+    assert (status.leading, status.store_ok, status.has_cluster_data) == (False, False, True)
+    assert (status.nodes, status.jobs, status.gpus_total) == ({"suspect": 1}, {"running": 1}, 1)
+    assert status.alarms[0] == "no leader: the store does not respond"
+    with pytest.raises(StoreUnavailableError, match="its store is unavailable"):
+        await client.ask(ReadLog(job_id=job_id))
+
+
+async def test_former_leader_applies_later_changes_to_its_copy(tmp_path: Path) -> None:
+    memory = await MemoryStore.open(clock=SystemClock())
+    store = memory.connect()
+    async with (
+        running_controller(tmp_path / "1", store=store, leader_ttl_s=1.0, name="one") as former,
+        former.client() as client,
+    ):
+        first = await client.submit()
+        store.set_available(False)
+        await until(lambda: can_answer_from_copy(former))
+        async with (
+            running_controller(tmp_path / "2", store=memory.connect(), name="two") as next_leader,
+            next_leader.client() as of_next_leader,
+        ):
+            second = await of_next_leader.submit()
+            await of_next_leader.ask(CancelJob(job_id=first.job_id))
+            assert [each.job_id for each in (await client.ask(ListJobs())).jobs] == [first.job_id]
+            store.set_available(True)
+            copy = former.controller._standby_requests._copy  # type: ignore[union-attr]
+            assert copy is not None
+            await until(lambda: copy.tables.jobs.get(second.job_id) is not None)
+            assert copy.tables.jobs[first.job_id].state is JobState.CANCELLED
     await memory.close()
 
 

@@ -348,6 +348,14 @@ async def test_only_a_write_may_have_been_applied(fake_etcd: FakeEtcd, fake_stor
     assert of_read.value.hint == ""
 
 
+async def test_lost_connection_is_named_instead_of_the_text_of_grpc(
+    fake_etcd: FakeEtcd, fake_store: EtcdStore
+) -> None:
+    fake_etcd.fail["Txn"] = [(grpc.StatusCode.INTERNAL, "Internal error from Core")]
+    with pytest.raises(StoreUnavailableError, match="commit failed: the connection was lost"):
+        await fake_store.commit([], [Put("a", b"")])
+
+
 def test_connection_failures_name_each_address_once() -> None:
     grpc_text = "failed to connect to all addresses; last error: UNKNOWN: "
     for address in ("ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1"):
