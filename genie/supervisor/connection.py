@@ -27,8 +27,7 @@ from genie.runtime.controller_connection import ControllerConnection, open_contr
 from genie.runtime.credentials import LocalCluster, find_access, find_address
 from genie.runtime.known_servers import store_generation, store_known_servers
 from genie.runtime.network import Network
-from genie.supervisor.local_server import find_local_server_problem, find_removal
-from genie.supervisor.process_records import SUPERVISOR, read_process_record
+from genie.supervisor.process_records import PROCESS_RECORDS_FOLDER, SUPERVISOR, read_process_record
 from genie.supervisor.this_machine import add_local_cluster_hint
 
 _log = logging.getLogger(__name__)
@@ -72,6 +71,8 @@ async def open_connection(
                         )
                     )
             except TokenRefusedError as error:
+                from genie.supervisor.local_server import find_removal  # late: as below
+
                 if removal := find_removal(state_dir):
                     raise TokenRefusedError(
                         f"{removal.message}: {error.message}", hint=removal.hint
@@ -93,6 +94,10 @@ def _find_address(settings: Settings) -> tuple[str, int]:
     try:
         return find_address(settings.cluster, state_dir)
     except ConfigError as error:
+        if not (state_dir / PROCESS_RECORDS_FOLDER).exists():  # never a server
+            raise
+        from genie.supervisor.local_server import find_local_server_problem  # late: loads psutil
+
         if problem := find_local_server_problem(state_dir):
             raise UnreachableError(problem.message, hint=problem.hint) from error
         raise

@@ -63,6 +63,16 @@ def uses_local_etcd(settings: Settings) -> bool:
     return settings.controller.store == LOCAL_ETCD_STORE
 
 
+def remember_and_get_runs_agent(state_dir: Path, agent: bool | None) -> bool:
+    """Whether this machine runs an agent: as given, or as a server remembers it; stores the answer there."""
+    member = LocalMember.read(state_dir)
+    if member is None:
+        return agent is not False
+    if agent is not None and member.runs_agent != agent:
+        replace(member, runs_agent=agent).write(state_dir)
+    return member.runs_agent if agent is None else agent
+
+
 def with_settings_of_local_member(settings: Settings) -> Settings:
     """Fills in the store and the address of a machine that is already a server, where they are not set.
 

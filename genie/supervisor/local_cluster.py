@@ -55,6 +55,7 @@ from genie.supervisor.etcd_member import (
     ETCD,
     EtcdMemberProcess,
     new_local_member,
+    remember_and_get_runs_agent,
     uses_local_etcd,
     with_settings_of_local_member,
 )
@@ -472,7 +473,7 @@ async def run_local_cluster(
             async with _raise_on_start_timeout(None if is_program else timeout_s, supervisor, "etcd"):
                 await supervisor.wait_for_etcd_majority(member)
         async with _raise_on_start_timeout(timeout_s, supervisor, "the cluster"):
-            runs_agent = _remember_and_get_runs_agent(settings.paths.state_dir, agent)
+            runs_agent = remember_and_get_runs_agent(settings.paths.state_dir, agent)
             access = await supervisor.wait_for_leader(await supervisor.start_controller())
             if runs_agent and access is None:
                 raise TokenMissingError(
@@ -586,15 +587,6 @@ async def _await_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
                 cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-def _remember_and_get_runs_agent(state_dir: Path, agent: bool | None) -> bool:
-    member = LocalMember.read(state_dir)
-    if member is None:
-        return agent is not False
-    if agent is not None and member.runs_agent != agent:
-        replace(member, runs_agent=agent).write(state_dir)
-    return member.runs_agent if agent is None else agent
 
 
 def start_timeout_s(settings: Settings) -> float:

@@ -138,11 +138,6 @@ class Server:
         self._kill_processes()
         asyncio.run(local_cluster.stop_running_cluster(self.state_dir))
 
-
-def end_servers(servers: Iterable[Server]) -> None:
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(Server.end, servers))
-
     def remove_server_files(self) -> None:
         """What a removed server has to remove before it joins again."""
         shutil.rmtree(self.state_dir / "controller")
@@ -152,6 +147,11 @@ def end_servers(servers: Iterable[Server]) -> None:
     def count_owner_tokens(self) -> int:
         tokens = json.loads(self.run("token", "list", "--json").stdout)["tokens"]
         return sum(each["kind"] == "owner" and each["revoked_at"] is None for each in tokens)
+
+
+def end_servers(servers: Iterable[Server]) -> None:
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Server.end, servers))
 
 
 @pytest.fixture
