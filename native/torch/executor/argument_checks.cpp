@@ -324,6 +324,7 @@ void check_pdist(OpArguments& args) {
   const Tensor& input = args.tensor("self");
   args.require(input.dim() == 2, "self must have 2 dimensions");
   if (!args.has_argument("grad")) return;
+  args.require(input.size(0) > 0, "self must have rows");
   auto rows = static_cast<__int128>(input.size(0));
   auto pairs = static_cast<int64_t>(rows * (rows - 1) / 2);
   args.require_sizes("grad", {pairs});
