@@ -34,7 +34,7 @@ def one_thread() -> Any:
 
 
 def run(
-    device: str, kind: type[nn.RNNBase], *, grad: bool, steps: int = 5, **options: Any
+    device: str, kind: type[nn.RNNBase], *, grad: bool = True, steps: int = 5, **options: Any
 ) -> list[torch.Tensor]:
     """Outputs, final states and gradients."""
     torch.manual_seed(1)
@@ -42,7 +42,7 @@ def run(
     dtype = options.get("dtype", torch.float32)
     shape = (3, steps, 6) if options.get("batch_first") else (steps, 3, 6)
     x = torch.linspace(-1, 1, 18 * steps, dtype=dtype).view(shape).to(device).requires_grad_(grad)
-    torch.manual_seed(2)
+    torch.manual_seed(2)  # also resets cuDNN's dropout
     with torch.set_grad_enabled(grad):
         output, states = module(x)
         results = [output, *(states if isinstance(states, tuple) else [states])]

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.executor.client import contiguous_strides
+
 RECORDED_CALLS = Path(__file__).with_name("fuzz_calls.txt")
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
@@ -320,7 +322,7 @@ def _mutate_tensor(spec: TensorSpec, rng: random.Random) -> Value:
         return dataclasses.replace(_without_values(spec), dtype=rng.choice(_DTYPES))
     if choice < 0.97 and spec.shape:
         expanded = rng.randrange(len(spec.shape))
-        strides = list(_contiguous(spec.shape))
+        strides = list(contiguous_strides(spec.shape))
         strides[expanded] = 0
         return dataclasses.replace(_without_values(spec), strides=tuple(strides))
     return UNDEFINED
@@ -370,15 +372,6 @@ def _without_values(spec: TensorSpec) -> TensorSpec:
         spec.bounds if spec.values is None else (min(spec.values, default=0), max(spec.values, default=0))
     )
     return dataclasses.replace(spec, values=None, bounds=bounds)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 # --- cases --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from genie import device
 from tests.device.conftest import D0, remote_device
 from tests.device.test_foreach import count_ops, optimize
+from tests.device.test_recurrent import run
 from tests.executor.process import running_executor
 
 
@@ -25,20 +26,6 @@ def cuda_executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.zeros(1, device=D0)
         yield
         device.detach()
-
-
-def run(where: str, kind: type[nn.RNNBase], *, grad: bool = True, **options: Any) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    module = kind(6, 8, num_layers=2, **options).to(where)
-    x = torch.linspace(-1, 1, 90).view(5, 3, 6).to(where).requires_grad_(grad)
-    torch.manual_seed(3)  # also resets cuDNN's dropout
-    with torch.set_grad_enabled(grad):
-        output, states = module(x)
-        results = [output, *(states if isinstance(states, tuple) else [states])]
-        if grad:
-            sum(each.square().sum() for each in results).backward()
-            results += [x.grad, *(each.grad for each in module.parameters())]
-    return results
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import pytest
 
 from genie import config
 from genie.agent.journal import AGENT_LOCK_FILE
-from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.controller.etcd.local_member import LocalMember
 from genie.errors import NodeError
 from genie.model.tenant import TokenKind
@@ -22,6 +18,7 @@ from genie.processes.process_identity import ProcessIdentity
 from genie.supervisor.incomplete_join import IncompleteJoin, mark_join_complete, undo_incomplete_join
 from genie.supervisor.local_cluster import Supervisor
 from genie.tenancy.access import new_token
+from tests.supervisor.leftover_jobs import run_job
 
 MEMBER = LocalMember(
     name="s2", host="127.0.0.3", client_port=1, peer_port=2, bind="127.0.0.3", controller_port=3
@@ -39,20 +36,6 @@ def write_server(state_dir: Path) -> list[Path]:
     for path in written:
         files.write_private(path, b"x")
     return written
-
-
-@contextmanager
-def run_job(node_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of a job whose agent has ended."""
-    job_dir = node_dir / "jobs" / "j-1"
-    job_dir.mkdir(parents=True)
-    with subprocess.Popen(
-        ["sleep", "1000"], env={**os.environ, JOB_DIR_VARIABLE: str(job_dir)}, start_new_session=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 async def test_join_without_a_member_record_is_undone(tmp_path: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +9,6 @@ import pytest
 
 from genie import config
 from genie.agent.joining import join_cluster
-from genie.agent.leftovers import JOB_DIR_VARIABLE
 from genie.config import ClusterConfig
 from genie.errors import NodeNotAcceptedError, NodeRemovedError, TokenRefusedError
 from genie.model.messages.handshake import Hello
@@ -21,23 +16,10 @@ from genie.model.tenant import TokenKind
 from genie.runtime.network import TcpNetwork
 from genie.supervisor.local_node import LocalNode
 from tests.fakes.controller import HOST, FakeController
+from tests.supervisor.leftover_jobs import run_job
 
 REMOVED = NodeRemovedError("node n1 was removed from the cluster (genie forget)")
 UNKNOWN = TokenRefusedError("token t1 is unknown here or its secret is wrong")
-
-
-@contextmanager
-def run_job(node_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of a job whose agent has ended."""
-    job_dir = node_dir / "jobs" / "j-1"
-    job_dir.mkdir(parents=True)
-    with subprocess.Popen(
-        ["sleep", "1000"], env={**os.environ, JOB_DIR_VARIABLE: str(job_dir)}, start_new_session=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 async def join(fake: FakeController, state_dir: Path) -> Path:
