@@ -130,11 +130,11 @@ def _read_local_member(settings: Settings) -> LocalMember:
 
 
 def _open_cluster(settings: Settings) -> AbstractAsyncContextManager[EtcdCluster]:
+    member = _read_local_member(settings)  # first: only servers have the packages of the etcd extra
     # Errors of connections are shown by the commands. gRPC reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from genie.controller.etcd.membership import open_etcd_cluster
 
-    member = _read_local_member(settings)
     return open_etcd_cluster(member.address(settings.paths.state_dir))
 
 

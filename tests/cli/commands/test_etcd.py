@@ -35,6 +35,8 @@ def test_error_without_a_member_names_the_right_machine(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GENIE_STATE_DIR", str(tmp_path))
+    # As without the etcd extra.
+    monkeypatch.setitem(sys.modules, "genie.controller.etcd.membership", None)
     assert main(["etcd", *arguments]) != 0
     shown = capsys.readouterr().err
     assert f"there is no etcd member in {tmp_path}" in shown
